@@ -1,0 +1,154 @@
+"""One decoder for all families: training forward, prefill and decode step.
+
+Trainer and engine run the same layer code; they differ in who attends to what
+and in the layout of the layers: stacked and scanned for training, a list and
+unrolled for generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_hybrid.models import layers, params as params_lib, rope
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.ops import attention, logprob
+
+KVCache = tuple[jax.Array, jax.Array]  # (k_BSKA, v_BSKA) of one layer
+# (array, logical axis of each dim) -> the array with its sharding pinned
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+REMAT = ("none", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+  """The static part of a model: what is baked into a compiled program.
+
+  Attributes:
+    spec: sizes and switches.
+    dtype: compute dtype; parameters of any dtype are cast to it.
+    attention: ``xla`` or ``cudnn``.
+    remat: ``full`` recomputes each layer in the backward pass.
+    constrain: pins activations to mesh axes.
+  """
+
+  spec: ModelSpec
+  dtype: jnp.dtype
+  attention: str
+  constrain: Constrain
+  remat: str = "full"
+
+  def cast(self, params: Params) -> Params:
+    """All floating leaves in the compute dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
+
+  def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
+    x_BTD, cos, sin = self._embed(params, tokens_BT, jnp.int32(0))
+
+    def attend(q, k, v):
+      return attention.causal(q, k, v, implementation=self.attention), None
+
+    def body(x_BTD, layer_params):
+      layer = params_lib.bind_layer(self.spec, layer_params)
+      x_BTD, _ = layer(x_BTD, cos, sin, attend)
+      return self._pin(x_BTD), None
+
+    if self.remat == "full":
+      body = jax.checkpoint(body, prevent_cse=False)
+    x_BTD, _ = jax.lax.scan(body, x_BTD, params["layers"])
+    return self._norm(params, x_BTD)
+
+  def prefill(
+      self, params: Params, tokens_BP: jax.Array
+  ) -> tuple[jax.Array, list[KVCache]]:
+    """Hidden states ``[B, P, D]`` and each layer's keys and values of P."""
+    x_BTD, cos, sin = self._embed(params, tokens_BP, jnp.int32(0))
+
+    def attend(q, k, v):
+      return attention.causal(q, k, v, implementation=self.attention), (k, v)
+
+    caches = []
+    for layer_params in params["layers"]:
+      layer = params_lib.bind_layer(self.spec, layer_params)
+      x_BTD, cache = layer(x_BTD, cos, sin, attend)
+      x_BTD = self._pin(x_BTD)
+      caches.append(cache)
+    return self._norm(params, x_BTD), caches
+
+  def decode(
+      self, params: Params, tokens_B: jax.Array, positions_B: jax.Array,
+      caches: Sequence[KVCache],
+  ) -> tuple[jax.Array, list[KVCache]]:
+    """One token per row: hidden ``[B, D]``, caches with the token written."""
+    x_BTD, cos, sin = self._embed(params, tokens_B[:, None], positions_B[:, None])
+    rows = jnp.arange(tokens_B.shape[0])
+    updated = []
+    for layer_params, (k_BSKA, v_BSKA) in zip(params["layers"], caches, strict=True):
+
+      def attend(q, k, v, k_BSKA=k_BSKA, v_BSKA=v_BSKA):
+        k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0])
+        v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0])
+        out = attention.cached(q, k_BSKA, v_BSKA, positions_B + 1,
+                               implementation=self.attention)
+        return out, (k_BSKA, v_BSKA)
+
+      layer = params_lib.bind_layer(self.spec, layer_params)
+      x_BTD, cache = layer(x_BTD, cos, sin, attend)
+      x_BTD = self._pin(x_BTD)
+      updated.append(cache)
+    return self._norm(params, x_BTD)[:, 0], updated
+
+  def head(self, params: Params) -> jax.Array:
+    """LM head ``[V, D]``; the embedding when tied."""
+    tied = self.spec.tie_word_embeddings
+    return params["embed" if tied else "lm_head"]["kernel"]
+
+  def logits(self, params: Params, hidden_BD: jax.Array) -> jax.Array:
+    """fp32 logits ``[B, V]``, padded vocabulary columns masked."""
+    logits_BV = jnp.einsum("bd,vd->bv", hidden_BD, self.head(params),
+                           preferred_element_type=jnp.float32)
+    return logprob.mask_padded_vocab(logits_BV, self.spec.vocab_size)
+
+  def token_log_probs(
+      self, params: Params, tokens_BT: jax.Array, *, temperature: float, chunk: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """fp32 (log-prob, entropy) ``[B, T]`` of each token given those before.
+
+    Index t belongs to token t; index 0 is 0, nothing predicts it.
+    """
+    params = self.cast(params)
+    hidden_BTD = self.hidden(params, tokens_BT)
+    log_probs, entropy = logprob.token_log_probs(
+        hidden_BTD[:, :-1], self.head(params), tokens_BT[:, 1:],
+        temperature=temperature, vocab_size=self.spec.vocab_size, chunk=chunk)
+    return _shift_right(log_probs), _shift_right(entropy)
+
+  def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """fp32 values ``[B, T]``: index t is the value before token t."""
+    hidden_BTD = self.hidden(self.cast(params), tokens_BT)
+    values_BT = jnp.einsum("btd,d->bt", hidden_BTD.astype(jnp.float32),
+                           params["value_head"]["kernel"][0].astype(jnp.float32))
+    return _shift_right(values_BT[:, :-1])
+
+  def _embed(self, params, tokens_BT, positions):
+    x_BTD = params["embed"]["kernel"][tokens_BT].astype(self.dtype)
+    positions_BT = positions + jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
+    return self._pin(x_BTD), cos, sin
+
+  def _norm(self, params, x_BTD):
+    return layers.rms_norm(x_BTD, params["norm"]["scale"], self.spec.rms_norm_eps)
+
+  def _pin(self, x_BTD):
+    return self.constrain(x_BTD, ("batch", None, None))
+
+
+def _shift_right(x_BT: jax.Array) -> jax.Array:
+  return jnp.pad(x_BT, ((0, 0), (1, 0)))

@@ -1,0 +1,112 @@
+"""Parameters back to an HF directory that transformers loads unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import json
+import os
+from pathlib import Path
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl_hybrid.models.hf import names
+from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.models.spec import ModelSpec
+
+MAX_SHARD_BYTES = 5 * 10**9
+KEPT_FILES = ("generation_config.json",)
+
+
+def export_hf(
+    params: Params, spec: ModelSpec, out_dir: str | Path, *,
+    hf_config: Mapping[str, Any], tokenizer: Any | None = None,
+    source_dir: str | Path | None = None, dtype: jnp.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+  """Writes config, weights, tokenizer and chat template; atomic.
+
+  Args:
+    params: training tree, any sharding; the vocabulary padding is dropped.
+    spec: the model.
+    out_dir: replaced only when all files are complete.
+    hf_config: the config to write (``load_hf_config`` of the source).
+    tokenizer: saved beside the weights if given.
+    source_dir: its generation_config.json is kept.
+    dtype: of the tensors; default: the config's dtype, else fp32.
+    max_shard_bytes: weights are split into files of at most this size.
+
+  Returns:
+    The directory.
+  """
+  out_dir = Path(out_dir)
+  partial = out_dir.with_name(out_dir.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  dtype = jnp.dtype(dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")
+                    or "float32")
+  config = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
+  config["dtype"] = dtype.name
+  (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+  for name in KEPT_FILES:
+    if source_dir and (Path(source_dir) / name).is_file():
+      shutil.copy(Path(source_dir) / name, partial / name)
+  _write_weights(params, spec, partial, dtype, max_shard_bytes)
+  if tokenizer is not None:
+    tokenizer.save_pretrained(partial)
+  if out_dir.exists():
+    shutil.rmtree(out_dir)
+  os.replace(partial, out_dir)
+  return out_dir
+
+
+def _write_weights(params, spec, directory, dtype, max_shard_bytes) -> None:
+  files: list[dict[str, np.ndarray]] = [{}]
+  written: list[list[str]] = []
+  size = total = 0
+  for name, tensor in _tensors(params, spec, dtype):
+    if files[0] and size + tensor.nbytes > max_shard_bytes:
+      _flush(files[0], directory, written)
+      size = 0
+    files[0][name] = tensor
+    size += tensor.nbytes
+    total += tensor.nbytes
+  _flush(files[0], directory, written)
+  if len(written) == 1:
+    os.replace(directory / _part(0), directory / SINGLE_FILE)
+    return
+  weight_map = {}
+  for i, tensor_names in enumerate(written):
+    final = f"model-{i + 1:05d}-of-{len(written):05d}.safetensors"
+    os.replace(directory / _part(i), directory / final)
+    weight_map |= dict.fromkeys(tensor_names, final)
+  (directory / INDEX_FILE).write_text(json.dumps(
+      {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _flush(tensors: dict[str, np.ndarray], directory: Path, written: list) -> None:
+  save_file(tensors, directory / _part(len(written)), metadata={"format": "pt"})
+  written.append(list(tensors))
+  tensors.clear()
+
+
+def _part(i: int) -> str:
+  return f"part-{i}.safetensors"
+
+
+def _tensors(
+    params: Params, spec: ModelSpec, dtype: jnp.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+  for leaf in names.leaves(spec, params):
+    array = names.get(params, leaf.path)
+    for i, name in enumerate(leaf.names):
+      tensor = np.asarray(jax.device_get(array[i] if leaf.stacked else array))
+      if leaf.path[0] in ("embed", "lm_head"):
+        tensor = tensor[: spec.vocab_size]
+      tensor = tensor.T if leaf.transposed else tensor
+      yield name, np.ascontiguousarray(tensor.astype(dtype))

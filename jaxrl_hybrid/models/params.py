@@ -1,0 +1,97 @@
+"""Parameter trees: plain nested dicts of arrays, layers stacked on axis 0.
+
+``{"embed": {"kernel"}, "layers": {...: [L, ...]}, "norm": {"scale"},
+"lm_head" | "value_head": {"kernel"}}``; a tied model has no ``lm_head``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from jaxrl_hybrid.models import layers
+from jaxrl_hybrid.models.spec import ModelSpec
+
+Params = dict[str, Any]
+LM, VALUE = "lm", "value"  # heads
+
+
+def init_params(spec: ModelSpec, key: jax.Array, *, vocab: int, head: str = LM) -> Params:
+  """Random fp32 parameters; ``vocab`` is the padded vocabulary size."""
+  keys = jax.random.split(key, spec.num_layers + 1)
+  tree = {name: _pure(module) for name, module in
+          _outer(spec, keys[0], vocab, head).items()}
+  make_layer = lambda k: _pure(layers.DecoderLayer(spec, rngs=nnx.Rngs(k)))
+  tree["layers"] = jax.vmap(make_layer)(keys[1:])
+  return tree
+
+
+def init_value_head(spec: ModelSpec, key: jax.Array) -> Params:
+  """A fresh value head: zeros, so that the first values are 0."""
+  del key
+  return {"kernel": jnp.zeros((1, spec.hidden_size), jnp.float32)}
+
+
+def abstract_params(spec: ModelSpec, *, vocab: int, head: str = LM) -> Params:
+  """The tree of ``init_params`` as ``ShapeDtypeStruct``; allocates nothing."""
+  init = functools.partial(init_params, spec, vocab=vocab, head=head)
+  return jax.eval_shape(init, jax.random.key(0))
+
+
+def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
+  """The same tree with a tuple of logical axis names at each leaf."""
+  abstract = nnx.eval_shape(
+      lambda: _outer(spec, jax.random.key(0), spec.vocab_size, head))
+  tree = {name: _axes(module) for name, module in abstract.items()}
+  layer = nnx.eval_shape(
+      lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0)))
+  stack = lambda axes: ("layers", *axes)
+  tree["layers"] = jax.tree.map(stack, _axes(layer),
+                                is_leaf=lambda x: isinstance(x, tuple))
+  return tree
+
+
+def bind_layer(spec: ModelSpec, params: Params) -> layers.DecoderLayer:
+  """Returns the layer module whose parameters are ``params`` (one layer's)."""
+  graphdef, state = _layer_structure(spec)
+  state = jax.tree.map(lambda leaf: leaf, state)
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(graphdef, state)
+
+
+@functools.lru_cache(maxsize=16)
+def _layer_structure(spec: ModelSpec) -> tuple[Any, Any]:
+  return nnx.split(nnx.eval_shape(
+      lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0))))
+
+
+def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, Any]:
+  rngs = nnx.Rngs(key)
+  table = functools.partial(layers.Table, hidden=spec.hidden_size,
+                            std=spec.initializer_range, rngs=rngs)
+  modules = {"embed": table(vocab, axis="vocab"),
+             "norm": layers.RMSNorm(spec.hidden_size, spec.rms_norm_eps)}
+  if head == VALUE:
+    modules["value_head"] = table(1, axis=None)
+  elif not spec.tie_word_embeddings:
+    modules["lm_head"] = table(vocab, axis="vocab")
+  return modules
+
+
+def _pure(module: nnx.Module) -> Params:
+  return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _axes(module: nnx.Module) -> Params:
+  flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+  tree: Params = {}
+  for path, variable in flat:
+    node = tree
+    for name in path[:-1]:
+      node = node.setdefault(name, {})
+    node[path[-1]] = tuple(variable.get_metadata()["logical_axes"])
+  return tree
