@@ -30,9 +30,8 @@ def init_params(spec: ModelSpec, key: jax.Array, *, vocab: int, head: str = LM) 
   return tree
 
 
-def init_value_head(spec: ModelSpec, key: jax.Array) -> Params:
+def init_value_head(spec: ModelSpec) -> Params:
   """A fresh value head: zeros, so that the first values are 0."""
-  del key
   return {"kernel": jnp.zeros((1, spec.hidden_size), jnp.float32)}
 
 

@@ -93,7 +93,7 @@ def load_params(
       sharding = names.get(shardings, leaf.path)
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
   if head == params_lib.VALUE:
-    fresh = params_lib.init_value_head(spec, jax.random.key(0))
+    fresh = params_lib.init_value_head(spec)
     params["value_head"] = jax.device_put(fresh, shardings["value_head"])
   return params
 

@@ -1,0 +1,196 @@
+"""The dataflow of one run, read top-down.
+
+One process drives everything: it draws prompts, lets the roles add their part to
+the batch, and learns from it. Meshes, padding and devices are the workers'
+business. Deliberate differences from the HybridFlow paper's listing:
+
+1. The old log-probs are recomputed only when they can differ from the current
+   ones (several updates per batch) or are needed earlier (KL in the reward).
+2. A single update per batch uses its own log-probs as the old ones: exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import logging
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+import numpy as np
+
+from jaxrl_hybrid import evaluation
+from jaxrl_hybrid.algorithms.estimate import compute_advantages
+from jaxrl_hybrid.algorithms.kl import KLController
+from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.data.stream import PromptStream
+from jaxrl_hybrid.errors import RewardError
+from jaxrl_hybrid.runtime.checkpoint import Checkpoints
+from jaxrl_hybrid.runtime.recorder import Recorder
+from jaxrl_hybrid.runtime.timers import Timers
+from jaxrl_hybrid.types import LENGTH, Batch, Prompt
+from jaxrl_hybrid.workers.actor import Actor
+from jaxrl_hybrid.workers.critic import Critic
+from jaxrl_hybrid.workers.reference import Reference
+from jaxrl_hybrid.workers.reward import RewardWorker
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass
+class Controller:
+  """The roles of a run and the loop over them; absent roles are None."""
+
+  algorithm: Algorithm
+  actor: Actor
+  reward: RewardWorker
+  reference: Reference | None
+  critic: Critic | None
+  kl_controller: KLController
+  stream: PromptStream
+  eval_prompts: Sequence[Prompt]
+  settings: ConfigDict  # the trainer section
+  critic_warmup: int
+  checkpoints: Checkpoints
+  recorder: Recorder
+  step: int = 0
+  last_eval: Metrics = dataclasses.field(default_factory=dict)
+
+  def fit(self) -> Metrics:
+    """Trains to ``trainer.total_steps``; returns the last evaluation."""
+    if self.step == 0 and self.settings.val_before_train and self.eval_prompts:
+      self.recorder.step(0, self.evaluate())
+    while self.step < self.settings.total_steps:
+      self.step += 1
+      timers = Timers()
+      metrics = self.train_step(timers)
+      if self._is_due(self.settings.test_freq) and self.eval_prompts:
+        with timers("testing"):
+          metrics |= self.evaluate()
+      if self._is_due(self.settings.save_freq):
+        with timers("save_checkpoint"):
+          self.save()
+      self.recorder.step(self.step, metrics | _throughput(metrics, timers))
+    return self.last_eval
+
+  def train_step(self, timers: Timers) -> Metrics:
+    """One step of the algorithm: the lines of the paper."""
+    prompts = self.stream.next(self.step)
+    with timers("gen"):
+      batch = self.actor.generate_sequences(prompts)
+    with timers("reward"):
+      batch = self.reward.compute_rewards(batch)
+    if self.algorithm.needs_greedy_baseline:
+      with timers("gen_baseline"):
+        batch = self.add_greedy_baseline(batch, prompts)
+    if self._needs_old_log_probs(batch):
+      with timers("old_log_prob"):
+        batch = self.actor.compute_log_probs(batch)
+    if self.reference:
+      with timers("ref"):
+        batch = self.reference.compute_log_probs(batch)
+    if self.critic:
+      with timers("values"):
+        batch = self.critic.compute_values(batch)
+    with timers("adv"):
+      batch = compute_advantages(batch, self.algorithm, self.kl_controller)
+    metrics = batch.metrics | _lengths(batch) | self._progress()
+    if self.critic:
+      with timers("update_critic"):
+        metrics |= self.critic.update(batch)
+    if self.step > self.critic_warmup:
+      with timers("update_actor"):
+        metrics |= self.actor.update_policy(batch)
+    self._show(batch)
+    return metrics
+
+  def add_greedy_baseline(self, batch: Batch, prompts: Sequence[Prompt]) -> Batch:
+    """ReMax: the score of each prompt's greedy completion, by draw id."""
+    greedy = self.actor.generate_sequences(prompts, greedy=True)
+    result = self.reward.score(greedy)
+    baseline = dict(zip(greedy.draw_ids[result.valid].tolist(),
+                        result.scores[result.valid].tolist(), strict=True))
+    kept = [i for i, draw in enumerate(batch.draw_ids.tolist()) if draw in baseline]
+    if not kept:
+      raise RewardError("no greedy completion of this step got a valid reward")
+    batch = batch.select(kept)
+    scores = np.array([baseline[d] for d in batch.draw_ids.tolist()], np.float32)
+    return batch.with_fields(
+        baseline_scores=scores,
+        metrics={"critic/baseline/mean": float(scores.mean())})
+
+  def evaluate(self) -> Metrics:
+    """Greedy evaluation on the held-out prompts; prints some samples."""
+    generate = lambda prompts: self.actor.generate_sequences(prompts, greedy=True)
+    metrics, samples = evaluation.evaluate(generate, self.reward, self.eval_prompts)
+    final = self.step in (0, self.settings.total_steps)
+    self.recorder.samples(self.step, "eval", samples, show=final)
+    self.last_eval = metrics
+    return metrics
+
+  def save(self) -> None:
+    """Writes a checkpoint of everything that the next step depends on."""
+    host = {"step": self.step, "stream": self.stream.state(),
+            "kl_coef": self.kl_controller.coef, "last_eval": self.last_eval,
+            "updates": {name: role.state.updates for name, role in self._trained()}}
+    self.checkpoints.save(self.step, self._arrays(), host)
+
+  def resume(self, step: int) -> None:
+    """Restores the checkpoint of a step."""
+    arrays, host = self.checkpoints.restore(step, self._arrays())
+    for name, role in self._trained():
+      role.state.params = arrays[name]["params"]
+      role.state.opt_state = arrays[name]["opt_state"]
+      role.state.updates = host["updates"][name]
+    self.stream.restore(host["stream"])
+    self.kl_controller.coef = host["kl_coef"]
+    self.last_eval = host["last_eval"]
+    self.step = host["step"]
+
+  def _trained(self) -> list[tuple[str, Any]]:
+    roles = [("actor", self.actor), ("critic", self.critic)]
+    return [(name, role) for name, role in roles if role]
+
+  def _arrays(self) -> dict[str, Any]:
+    return {name: {"params": role.state.params, "opt_state": role.state.opt_state}
+            for name, role in self._trained()}
+
+  def _needs_old_log_probs(self, batch: Batch) -> bool:
+    return (self.algorithm.use_kl_in_reward
+            or self.actor.updates_per_batch(len(batch)) > 1)
+
+  def _is_due(self, frequency: int) -> bool:
+    last = self.step == self.settings.total_steps
+    return frequency > 0 and (last or self.step % frequency == 0)
+
+  def _progress(self) -> Metrics:
+    return {"training/global_step": self.step, "training/epoch": self.stream.epoch}
+
+  def _show(self, batch: Batch) -> None:
+    if not batch.mask.any():
+      logging.warning("step %d: every sequence is masked, the loss is 0", self.step)
+    due = self._is_due(self.settings.test_freq)
+    self.recorder.samples(self.step, "train", evaluation.to_samples(batch),
+                          show=due and self.step == self.settings.total_steps)
+
+
+def _lengths(batch: Batch) -> Metrics:
+  metrics = {}
+  for name, lengths in (("response_length", batch.response_lengths),
+                        ("prompt_length", batch.prompt_lengths)):
+    metrics |= {f"{name}/mean": float(lengths.mean()),
+                f"{name}/max": float(lengths.max()),
+                f"{name}/min": float(lengths.min())}
+  clipped = [reason == LENGTH for reason in batch.finish_reasons]
+  total = int(batch.response_lengths.sum() + batch.prompt_lengths.sum())
+  return metrics | {"response_length/clip_ratio": float(np.mean(clipped)),
+                    "perf/total_num_tokens": total}
+
+
+def _throughput(metrics: Metrics, timers: Timers) -> Metrics:
+  timing = timers.metrics()
+  seconds = timing["timing_s/step"] - timing.get("timing_s/testing", 0.0)
+  tokens = metrics["perf/total_num_tokens"]
+  return timing | {"perf/throughput": tokens / seconds if seconds else math.nan,
+                   "perf/time_per_step": timing["timing_s/step"]}

@@ -1,0 +1,97 @@
+"""Where a model comes from: an HF directory, or a random one at given sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrl_hybrid.data import tasks, tokenizer as tokenizers
+from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.models.spec import ModelSpec, load_hf_config, spec_from_hf
+
+# What of a generation_config would change sampling; we take ours from the config.
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "do_sample", "typical_p", "no_repeat_ngram_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+  """A model's spec, configs and tokenizer; no weights.
+
+  Attributes:
+    spec: what the decoder is built from.
+    hf_config: the whole HF config, kept for export.
+    generation_config: as in the directory; empty if there is none.
+    tokenizer: HF tokenizer.
+    path: the HF directory; None for a random model.
+  """
+
+  spec: ModelSpec
+  hf_config: dict[str, Any]
+  generation_config: dict[str, Any]
+  tokenizer: Any
+  path: str | None
+
+  def describe(self) -> str:
+    """Directory, or that the weights are random."""
+    return self.path or "random initialisation"
+
+  def ignored_sampling(self) -> list[str]:
+    """One line if generation_config holds sampling defaults: they are not used."""
+    found = {key: self.generation_config[key] for key in SAMPLING_KEYS
+             if self.generation_config.get(key) is not None}
+    return [f"ignored from generation_config: {found} (sampling follows rollout.*)"
+            ] if found else []
+
+
+def open_model(model: Mapping[str, Any]) -> ModelSource:
+  """Reads the configs and tokenizer of the config's ``model`` section.
+
+  Raises:
+    ConfigError: neither or both of model.path and model.random.
+    ModelError: an unreadable directory or an unsupported model.
+  """
+  path, random = model["path"], dict(model["random"])
+  if bool(path) == bool(random):
+    raise ConfigError("expected one of model.path (an HF directory) and model.random "
+                      f"(HF config fields), got path={path!r} and random={random}")
+  tokenizer = _open_tokenizer(model["tokenizer"] or path)
+  if path:
+    hf_config = load_hf_config(path)
+  else:
+    hf_config = _random_config(random, tokenizer)
+  return ModelSource(spec_from_hf(hf_config), hf_config, _generation_config(path),
+                     tokenizer, path or None)
+
+
+def _open_tokenizer(reference: str) -> Any:
+  if not reference:
+    raise ConfigError("model.tokenizer: expected a directory, or task:NAME, for a "
+                      "random model; got nothing")
+  if reference.startswith(tasks.PREFIX):
+    return tokenizers.symbol_tokenizer(tasks.task_symbols(reference))
+  return tokenizers.load_tokenizer(reference)
+
+
+def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+  from transformers import AutoConfig  # heavy import, needed here only
+
+  fields = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id, **fields}
+  try:
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
+  except (KeyError, ValueError, TypeError) as error:
+    raise ConfigError(f"model.random: expected the fields of an HF config with a "
+                      f"model_type, got {fields}: {error}") from error
+  architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                  "qwen3": "Qwen3ForCausalLM"}.get(config["model_type"])
+  return config | {"architectures": [architecture]}
+
+
+def _generation_config(path: str) -> dict[str, Any]:
+  file = Path(path or "") / "generation_config.json"
+  return json.loads(file.read_text(encoding="utf-8")) if path and file.is_file() else {}

@@ -1,0 +1,135 @@
+"""Metrics: (sum, weight) pairs that are reduced once, and the file they go to.
+
+A mean of means over unequal micro-batches is wrong. So a device program returns
+sums and weights; the pairs of all micro-batches are merged by addition, and
+divided once at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+STEP_KEY = "training/global_step"
+
+_log = logging.getLogger(__name__)
+
+
+class Mean(NamedTuple):
+  """A mean that is not yet divided; a plain pair works wherever this does.
+
+  Attributes:
+    sum: sum of the values; a number or a scalar array, on device or host.
+    weight: how many values, or the sum of their weights.
+  """
+
+  sum: Any
+  weight: Any
+
+
+def merge(parts: Iterable[Mapping[str, tuple[Any, Any]]]) -> dict[str, Mean]:
+  """Adds up the pairs of several micro-batches.
+
+  Device scalars stay on the device, so this does not wait for it. A name that
+  only some parts have is the mean over those parts.
+  """
+  total: dict[str, Mean] = {}
+  for part in parts:
+    for name, (value, weight) in part.items():
+      before = total.get(name)
+      if before is not None:
+        value, weight = before.sum + value, before.weight + weight
+      total[name] = Mean(value, weight)
+  return total
+
+
+def reduce(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+  """Divides; what has weight 0 was not observed and is left out."""
+  return {
+    name: float(value) / float(weight)
+    for name, (value, weight) in pairs.items()
+    if float(weight) != 0.0
+  }
+
+
+class MetricsWriter:
+  """Appends one JSON object per step to ``<run_dir>/metrics.jsonl``.
+
+  Every line is on disk when ``write`` returns. NaN and infinity have no JSON: the
+  key is kept, with null.
+  """
+
+  def __init__(self, run_dir: str | Path):
+    self.path = Path(run_dir) / "metrics.jsonl"
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_torn_line(self.path)
+    self._file = self.path.open("a", encoding="utf-8")
+
+  def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Appends the metrics of one step."""
+    row = {k: _json_number(v) for k, v in metrics.items()}
+    row = {STEP_KEY: int(step), **row, STEP_KEY: int(step)}
+    self._file.write(json.dumps(row, allow_nan=False) + "\n")
+    self._file.flush()
+
+  def rewind(self, step: int) -> None:
+    """Drops the lines of later steps, as after resuming from ``step``."""
+    lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if (s := _step_of(line)) is not None and s <= step]
+    if len(kept) == len(lines):
+      return
+    partial = self.path.with_suffix(".jsonl.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    self._file.close()
+    os.replace(partial, self.path)
+    self._file = self.path.open("a", encoding="utf-8")
+
+  def close(self) -> None:
+    """Closes the file; a second call does nothing."""
+    self._file.close()
+
+  def __enter__(self) -> MetricsWriter:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+  """Cuts off what a killed process wrote after the last newline."""
+  if not path.exists():
+    return
+  data = path.read_bytes()
+  whole = data.rfind(b"\n") + 1
+  if whole < len(data):
+    _log.warning("%s: dropped its last line, which was cut off", path)
+    os.truncate(path, whole)
+
+
+def _step_of(line: str) -> int | None:
+  """Returns the step of a line; None if it is not one of ours."""
+  try:
+    step = json.loads(line)[STEP_KEY]
+  except (ValueError, KeyError, TypeError):
+    _log.warning("dropped an unreadable line of metrics: %.80s", line)
+    return None
+  return step
+
+
+def _json_number(value: Any) -> int | float | None:
+  if isinstance(value, numbers.Integral):  # numpy's integers too
+    return int(value)
+  number = float(value)
+  return number if math.isfinite(number) else None

@@ -1,0 +1,59 @@
+"""python -m jaxrl_hybrid.train --config configs/quickstart.py [--config.KEY=VALUE]
+
+``--dry_run`` checks config, data, template and arithmetic and stops before
+weights load.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+import shlex
+import time
+
+from jaxrl_hybrid import build, cli
+from jaxrl_hybrid.models.hf.export import export_hf
+
+
+def main(argv: Sequence[str]) -> None:
+  """Trains; prints ``run finished: ...`` as the last line."""
+  parser = argparse.ArgumentParser(prog="jaxrl_hybrid.train", description=__doc__)
+  parser.add_argument("--dry_run", action="store_true")
+  flags, rest = cli.split_flags(parser, argv)
+  config, file = cli.load_config(rest)
+  plan = build.inspect(config)
+  print(plan.describe(), flush=True)
+  if flags.dry_run:
+    print("dry run finished: nothing was loaded")
+    return
+  run_dir = Path(config.trainer.run_dir or _default_run_dir(file))
+  controller = build.assemble(plan, run_dir)
+  print(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}", flush=True)
+  try:
+    evaluation = controller.fit()
+  finally:
+    controller.recorder.close()
+  if config.trainer.export_hf:
+    export_hf(controller.actor.state.params, plan.source.spec, run_dir / "hf",
+              hf_config=plan.source.hf_config, tokenizer=plan.source.tokenizer,
+              source_dir=plan.source.path)
+  reward = evaluation.get("eval/reward", float("nan"))
+  exact = evaluation.get("eval/exact_match")
+  extra = "" if exact is None else f"eval/exact_match={exact:.2f} "
+  print(f"run finished: eval/reward={reward:.2f} {extra}run_dir={run_dir}")
+
+
+def _default_run_dir(file: str) -> str:
+  stem = Path(file.split(":")[0]).stem
+  return f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _resume_command(argv: Sequence[str], run_dir: Path) -> str:
+  kept = [arg for arg in argv[1:] if not arg.startswith("--config.trainer.run_dir")]
+  return shlex.join(["python", "-m", "jaxrl_hybrid.train", *kept,
+                     f"--config.trainer.run_dir={run_dir}"])
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,73 @@
+"""The critic: a value for every token, learned from returns."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import optax
+
+from jaxrl_hybrid.algorithms import losses, reduce
+from jaxrl_hybrid.models.decoder import Decoder
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.types import Batch
+from jaxrl_hybrid.workers import rows
+from jaxrl_hybrid.workers.scoring import Scorer
+from jaxrl_hybrid.workers.training import TrainState, masked, mini_batches, summarize
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticSettings:
+  """What the value update needs to know; names as in the config."""
+
+  cliprange_value: float
+  loss_agg_mode: str
+  loss_scale_factor: float
+  ppo_epochs: int
+  mini_rows: int
+  micro_rows: int
+  seed: int
+
+
+class Critic:
+  """A decoder with a value head, its optimizer and its compiled programs."""
+
+  def __init__(self, decoder: Decoder, params: Params, layout: Layout,
+               settings: CriticSettings, optimizer: optax.GradientTransformation,
+               schedule: optax.Schedule):
+    self.state = TrainState(params, optimizer, layout, _make_loss(decoder, settings))
+    self._schedule = schedule
+    self._settings = settings
+    self._values = Scorer(decoder.values, layout, micro_rows=settings.micro_rows)
+
+  def compute_values(self, batch: Batch) -> Batch:
+    """Adds ``values``: index t is the value before response token t."""
+    return batch.with_fields(values=self._values(self.state.params, batch))
+
+  def update(self, batch: Batch) -> dict[str, float]:
+    """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""
+    settings, pending = self._settings, []
+    lr = self._schedule(self.state.updates)
+    for chosen in mini_batches(len(batch), settings.mini_rows, settings.ppo_epochs,
+                               key=(settings.seed, self.state.updates)):
+      columns = {"returns": batch.returns[chosen], "old_values": batch.values[chosen]}
+      packed = rows.pack(batch.select(chosen), columns, micro_rows=settings.micro_rows)
+      pending.append(self.state.step(packed))
+    metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def _make_loss(decoder: Decoder, settings: CriticSettings):
+  def loss_fn(params: Params, micro: dict[str, np.ndarray], total: reduce.Totals):
+    values_BT, mask_BT = decoder.values(params, micro["tokens"]), micro["mask"]
+    loss_BT, extra = losses.value_loss(
+        values_BT, micro["returns"], micro["old_values"],
+        cliprange=settings.cliprange_value)
+    loss = reduce.aggregate(loss_BT, mask_BT, total, mode=settings.loss_agg_mode,
+                            scale=settings.loss_scale_factor)
+    means = {name: masked(x_BT, mask_BT) for name, x_BT in extra.items()}
+    means |= {"vpred_mean": masked(values_BT, mask_BT), "vf_loss": (loss, 0.0)}
+    return loss, (means, {})
+
+  return loss_fn

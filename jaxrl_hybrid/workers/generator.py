@@ -1,0 +1,71 @@
+"""Generation as a role: prompts to a ``Batch``, at one set of rollout settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel.hybrid import HybridEngine
+from jaxrl_hybrid.rollout.engine import Engine
+from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.types import LENGTH, STOP, Batch, Prompt
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+  """How many samples, how long and from which distribution.
+
+  ``mask_truncated`` keeps rows that hit ``max_new`` out of the loss.
+  """
+
+  n: int
+  max_new: int
+  sampling: Sampling
+  mask_truncated: bool = False
+
+
+class Generator:
+  """The layout switch, the engine, and the weights that it currently holds."""
+
+  def __init__(self, switch: HybridEngine, engine: Engine, settings: RolloutSettings):
+    self._switch, self._engine = switch, engine
+    self._settings = settings
+    self._weights: Params | None = None
+
+  def drop_weights(self) -> None:
+    """Forgets the generation copy: the training weights have changed."""
+    self._weights = None
+
+  def generate(
+      self, params: Params, prompts: Sequence[Prompt], *, greedy: bool = False
+  ) -> Batch:
+    """n samples per prompt, or one greedy completion each.
+
+    Args:
+      params: training tree; switched to the generation layout unless the copy
+        at hand is still fresh.
+      prompts: one per draw.
+      greedy: temperature 0 and n = 1.
+    """
+    settings = self._settings
+    n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
+    if self._weights is None:
+      self._weights, _ = self._switch.to_generation(params)
+    out = self._engine.generate(
+        self._weights, [p.ids for p in prompts], [p.draw_id for p in prompts],
+        n=n, max_new=settings.max_new, sampling=sampling)
+    loss_mask = None
+    if settings.mask_truncated:
+      loss_mask = np.broadcast_to(out.stopped[:, None], out.ids.shape)
+    return Batch(
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        sample_ids=np.tile(np.arange(n, dtype=np.int32), len(prompts)),
+        response_ids=out.ids, response_lengths=out.lengths,
+        finish_reasons=[STOP if stopped else LENGTH for stopped in out.stopped],
+        rollout_log_probs=out.log_probs, weight_version=self._switch.version,
+        loss_mask=loss_mask)

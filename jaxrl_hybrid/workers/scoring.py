@@ -1,0 +1,35 @@
+"""Forward-only passes over a batch, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.types import Batch
+from jaxrl_hybrid.workers import rows
+from jaxrl_hybrid.workers.training import place
+
+
+class Scorer:
+  """Compiled ``(params, batch) -> fp32 [N, R]``.
+
+  Args:
+    per_token: ``(params, tokens_BT) -> [B, T]``, e.g. log-probs or values.
+    layout: where the micro-batches go.
+    micro_rows: B, over all batch shards.
+  """
+
+  def __init__(self, per_token: Callable[[Params, jax.Array], jax.Array],
+               layout: Layout, *, micro_rows: int):
+    self._layout, self._micro_rows = layout, micro_rows
+    self._run = jax.jit(lambda params, tokens_ABT: jax.lax.map(
+        lambda tokens_BT: per_token(params, tokens_BT), tokens_ABT))
+
+  def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+    tokens = rows.pack(batch, {}, micro_rows=self._micro_rows)["tokens"]
+    tokens = place({"tokens": tokens}, self._layout)["tokens"]
+    return rows.unpack(jax.device_get(self._run(params, tokens)), batch)
