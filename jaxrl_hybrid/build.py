@@ -19,7 +19,7 @@ from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.controller import Controller
-from jaxrl_hybrid.data import files, prompts as prompts_lib, tasks, tokenizer as tokenizers
+from jaxrl_hybrid.data import files, prompts as prompts_lib, tokenizer as tokenizers
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
@@ -176,6 +176,16 @@ def make_params(plan: Plan, dtype: jnp.dtype, head: str = params_lib.LM,
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
   return jax.jit(init, out_shardings=shardings)()
+
+
+def abstract_params(plan: Plan, dtype: jnp.dtype) -> Params:
+  """Shapes and shardings of ``make_params``; loads nothing."""
+  spec, layout = plan.source.spec, plan.train_layout
+  vocab = spec.padded_vocab(layout.mesh.shape["tp"])
+  return jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+      params_lib.abstract_params(spec, vocab=vocab),
+      layout.shardings(params_lib.logical_axes(spec)))
 
 
 def make_generator(plan: Plan) -> Generator:

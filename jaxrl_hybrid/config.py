@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import difflib
+import json
+from pathlib import Path
 import re
 from typing import Any
 
@@ -119,6 +121,7 @@ def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:
     ConfigError: no config, an unreadable one, an unknown key or a wrong type.
   """
   argv = _with_config_first(argv)
+  file = _config_file(argv)
   values = flags.FlagValues()
   holder = config_flags.DEFINE_config_file(
       "config", flag_values=values, sys_argv=list(argv), lock_config=True)
@@ -128,14 +131,39 @@ def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:
     raise ConfigError(f"{error}; expected --config and --config.KEY=VALUE") from error
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
     raise ConfigError(_explain(error, argv)) from error
-  except OSError as error:
-    raise ConfigError(f"--config: cannot read the file: {error}") from error
-  if values["config"].value is None:
-    raise ConfigError("expected --config FILE, e.g. --config configs/quickstart.py")
   if rest[1:]:
     raise ConfigError(f"unexpected arguments {rest[1:]}; expected --config.KEY=VALUE")
-  file = next(arg.split("=", 1)[1] for arg in argv if arg.startswith("--config="))
   return holder.value, file
+
+
+def from_run(path: str | Path) -> ConfigDict:
+  """Reads the resolved config that a run wrote (``config.json``).
+
+  Raises:
+    ConfigError: there is no such file, or it is of another version.
+  """
+  try:
+    saved = json.loads(Path(path).read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"cannot read the config of a run: {error}") from error
+  config = base()
+  with config.unlocked():
+    for key, value in flatten(ConfigDict(_tuples(saved))):
+      section = config
+      *path_to, name = key.split(".")
+      for part in path_to:
+        section = section[part]
+      if name not in section and path_to != ["model", "random"]:
+        raise ConfigError(f"{path}: unknown key {key!r}, from another version?")
+      section[name] = value
+  return config
+
+
+def _tuples(value: Any) -> Any:
+  """JSON has lists where a config has tuples."""
+  if isinstance(value, dict):
+    return {k: _tuples(v) for k, v in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -146,6 +174,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
   """
   config = config.copy_and_resolve_references()
   _one_of(config, "algorithm.name", PRESETS)
+  _check_mesh(config)
   with config.unlocked():
     for key, value in PRESETS[config.algorithm.name].items():
       section, name = key.split(".")
@@ -325,6 +354,17 @@ def _with_config_first(argv: Sequence[str]) -> list[str]:
   if pending:
     raise ConfigError("--config: expected a file after it, got nothing")
   return [argv[0], *head, *rest]
+
+
+def _config_file(argv: Sequence[str]) -> str:
+  """FILE[:ARG] of ``--config``; it must exist, what it holds is not looked at."""
+  for arg in argv:
+    if arg.startswith("--config="):
+      file = arg.split("=", 1)[1]
+      if not Path(file.split(":")[0]).is_file():
+        raise ConfigError(f"--config: expected a Python file, got {file!r}")
+      return file
+  raise ConfigError("expected --config FILE, e.g. --config configs/quickstart.py")
 
 
 def _explain(error: Exception, argv: Sequence[str]) -> str:

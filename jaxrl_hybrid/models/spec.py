@@ -13,7 +13,12 @@ from typing import Any
 
 from jaxrl_hybrid.errors import ModelError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# Options that each kind cannot do without.
+ROPE_OPTIONS = {
+    "default": (), "linear": ("factor",), "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings")}
+ROPE_KINDS = tuple(ROPE_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +150,9 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeSpec:
   if kind not in ROPE_KINDS:
     raise ModelError(
         f"rope scaling {kind!r} is not supported; expected one of {ROPE_KINDS}")
+  missing = [name for name in ROPE_OPTIONS[kind] if options.get(name) is None]
+  if missing:
+    raise ModelError(f"rope scaling {kind!r} needs {missing}, got {options}")
   if options.get("partial_rotary_factor", 1.0) not in (None, 1.0):
     raise ModelError("partial_rotary_factor is not supported; expected 1.0, got "
                      f"{options['partial_rotary_factor']}")
@@ -166,7 +174,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         f"model.path: expected a directory with a config.json, got {str(path)!r}")
   try:
     return AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-  except (ValueError, KeyError) as error:
+  except (OSError, ValueError, KeyError) as error:
     raise ModelError(f"{path / 'config.json'} is not readable: {error}") from error
 
 

@@ -31,6 +31,7 @@ class HybridEngine:
       num_layers: L.
     """
     self.version = 0
+    self.dtype = dtype
     stacked = generation.shardings(axes)
 
     def switch(params: Params) -> Params:

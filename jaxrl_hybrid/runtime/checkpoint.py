@@ -51,13 +51,27 @@ class Checkpoints:
     """
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    restored = self._restore(step, **{
+        _ARRAYS: ocp.args.StandardRestore(abstract), _HOST: ocp.args.JsonRestore()})
+    return restored[_ARRAYS], restored[_HOST]
+
+  def restore_part(self, step: int, path: tuple[str, ...], like: Any) -> Any:
+    """Restores only the arrays below ``path``, with the shardings of ``like``."""
+    tree = like
+    for key in reversed(path):
+      tree = {key: tree}
+    part = self._restore(step, **{_ARRAYS: ocp.args.PyTreeRestore(
+        tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+        partial_restore=True)})[_ARRAYS]
+    for key in path:
+      part = part[key]
+    return part
+
+  def _restore(self, step: int, **args: Any) -> Any:
     try:
-      restored = self._manager.restore(step, args=ocp.args.Composite(**{
-          _ARRAYS: ocp.args.StandardRestore(abstract),
-          _HOST: ocp.args.JsonRestore()}))
+      return self._manager.restore(step, args=ocp.args.Composite(**args))
     except (ValueError, KeyError, TypeError, OSError) as error:
       raise CheckpointError(
           f"{self._folder}/{step} does not fit this config (model, algorithm, "
           f"optimizer) or is damaged: {error}; start afresh with another "
           "trainer.run_dir or trainer.resume_mode=disable") from error
-    return restored[_ARRAYS], restored[_HOST]

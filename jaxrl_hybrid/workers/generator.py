@@ -33,6 +33,7 @@ class Generator:
   """The layout switch, the engine, and the weights that it currently holds."""
 
   def __init__(self, switch: HybridEngine, engine: Engine, settings: RolloutSettings):
+    self.dtype = switch.dtype
     self._switch, self._engine = switch, engine
     self._settings = settings
     self._weights: Params | None = None

@@ -50,8 +50,11 @@ class Checkpoint(contextlib.AbstractContextManager):
   def _files(self) -> list[Path]:
     index = self.path / INDEX_FILE
     if index.is_file():
-      mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-      return [self.path / name for name in sorted(set(mapping.values()))]
+      try:
+        mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [self.path / name for name in sorted(set(mapping.values()))]
+      except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not a readable index: {error!r}") from error
     if (self.path / SINGLE_FILE).is_file():
       return [self.path / SINGLE_FILE]
     found = sorted(p.name for p in self.path.glob("*") if p.is_file())
@@ -90,6 +93,7 @@ def load_params(
     _check_names(checkpoint, wanted, spec, head)
     for leaf in wanted:
       shape = names.get(abstract, leaf.path).shape
+      _check_shape(checkpoint, leaf, shape, spec.vocab_size)
       sharding = names.get(shardings, leaf.path)
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
   if head == params_lib.VALUE:
@@ -100,8 +104,6 @@ def load_params(
 
 def _read(checkpoint, leaf, shape, sharding, dtype) -> jax.Array:
   tensors = [checkpoint.slice(name) for name in leaf.names]
-  for name, tensor in zip(leaf.names, tensors):
-    _check_shape(checkpoint.path, leaf, name, tuple(tensor.get_shape()), shape)
 
   def read_shard(index: tuple[slice, ...]) -> np.ndarray:
     if not leaf.stacked:
@@ -117,7 +119,9 @@ def _one(tensor, leaf: names.Leaf, index: tuple[slice, ...]) -> np.ndarray:
   if leaf.transposed:
     return np.asarray(tensor[index[1], index[0]]).T
   start, stop, _ = index[0].indices(max(rows, index[0].stop or rows))
-  return np.asarray(tensor[(slice(min(start, rows), min(stop, rows)), *index[1:])])
+  if start >= rows:  # padding only; safetensors has no empty slices at the end
+    return np.asarray(tensor[(slice(0, 1), *index[1:])])[:0]
+  return np.asarray(tensor[(slice(start, min(stop, rows)), *index[1:])])
 
 
 def _pad_rows(shard: np.ndarray, index: tuple[slice, ...], shape) -> np.ndarray:
@@ -132,7 +136,7 @@ def _check_names(checkpoint, wanted, spec: ModelSpec, head: str) -> None:
            if not name.endswith(names.DERIVED_SUFFIXES)}
   if "lm_head.weight" in extra:
     extra.discard("lm_head.weight")
-    if head == params_lib.LM:
+    if head == params_lib.LM and "model.embed_tokens.weight" in checkpoint:
       _check_tied_head(checkpoint)
   if missing or extra:
     raise ModelError(
@@ -153,10 +157,13 @@ def _check_tied_head(checkpoint) -> None:
         "tie_word_embeddings=false in config.json")
 
 
-def _check_shape(path, leaf, name, got, shape) -> None:
+def _check_shape(checkpoint, leaf, shape, vocab_size: int) -> None:
   expected = shape[1:] if leaf.stacked else shape
   expected = expected[::-1] if leaf.transposed else expected
-  padded = name in ("model.embed_tokens.weight", "lm_head.weight")
-  rows_ok = got[0] <= expected[0] if padded else got[0] == expected[0]
-  if len(got) != len(expected) or not rows_ok or got[1:] != expected[1:]:
-    raise ModelError(f"{path}: {name} has shape {got}, the config says {expected}")
+  if leaf.path[0] in ("embed", "lm_head"):
+    expected = (vocab_size, *expected[1:])  # the padding is ours alone
+  for name in leaf.names:
+    got = tuple(checkpoint.slice(name).get_shape())
+    if got != expected:
+      raise ModelError(
+          f"{checkpoint.path}: {name} has shape {got}, the config says {expected}")

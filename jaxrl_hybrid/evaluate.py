@@ -1,0 +1,38 @@
+"""python -m jaxrl_hybrid.evaluate --config configs/FILE.py [--config.model.path=DIR]
+
+Scores ``data.eval_files`` greedily with the config's rewards; prints one JSON
+line of metrics. Nothing is trained, no optimizer is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+import json
+
+from jaxrl_hybrid import build, cli, evaluation
+from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.runtime.console import Console
+
+
+def main(argv: Sequence[str]) -> None:
+  """Evaluates the model of the config."""
+  parser = argparse.ArgumentParser(prog="jaxrl_hybrid.evaluate", description=__doc__)
+  flags, rest = cli.split_flags(parser, argv)
+  del flags
+  config, _ = cli.load_config(rest)
+  plan = build.inspect(config)
+  if not plan.eval_prompts:
+    raise ConfigError("data.eval_files: expected at least one file, got none")
+  print(plan.describe(), flush=True)
+  generator = build.make_generator(plan)
+  params = build.make_params(plan, generator.dtype)
+  metrics, samples = evaluation.evaluate(
+      lambda prompts: generator.generate(params, prompts, greedy=True),
+      plan.reward, plan.eval_prompts)
+  Console(0).samples_table(samples[: config.trainer.sample_rows], "samples")
+  print(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,73 @@
+"""Attention against a softmax written out in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_hybrid.ops import attention
+
+causal = jax.jit(functools.partial(attention.causal, implementation="xla"))
+cached = jax.jit(functools.partial(attention.cached, implementation="xla"))
+
+
+def random(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def reference(q_THA, k_SKA, v_SKA, visible_TS):
+  """One row; query head h reads key/value head h // G."""
+  out = np.zeros(q_THA.shape)
+  group = q_THA.shape[1] // k_SKA.shape[1]
+  for h in range(q_THA.shape[1]):
+    scores = q_THA[:, h] @ k_SKA[:, h // group].T / np.sqrt(q_THA.shape[-1])
+    scores = np.where(visible_TS, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out[:, h] = weights @ v_SKA[:, h // group]
+  return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_causal_equals_a_masked_softmax(kv_heads):
+  q, k, v = (random(2, 7, heads, 8, seed=i)
+             for i, heads in enumerate((4, kv_heads, kv_heads)))
+  got = causal(q, k, v)
+  for row in range(2):
+    expected = reference(q[row], k[row], v[row], np.tril(np.ones((7, 7), bool)))
+    np.testing.assert_allclose(got[row], expected, atol=1e-5)
+
+
+def test_causal_rows_do_not_see_what_comes_later():
+  q, k, v = (random(1, 7, 2, 8, seed=i) for i in range(3))
+  poison = lambda x: np.concatenate([x[:, :4], np.full_like(x[:, 4:], 1e4)], 1)
+  np.testing.assert_array_equal(
+      causal(q, k, v)[:, :4], causal(poison(q), poison(k), poison(v))[:, :4])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_cached_equals_a_softmax_over_the_first_slots(kv_heads):
+  q, k, v = random(4, 1, 4, 8), random(4, 9, kv_heads, 8, seed=1), random(
+      4, 9, kv_heads, 8, seed=2)
+  lengths = np.array([1, 4, 8, 9], np.int32)
+  poisoned = [x.copy() for x in (k, v)]
+  for row, length in enumerate(lengths):
+    for x in poisoned:
+      x[row, length:] = 1e4
+  got = cached(q, *poisoned, lengths)
+  for row, length in enumerate(lengths):
+    expected = reference(q[row], k[row], v[row], np.arange(9)[None] < length)
+    np.testing.assert_allclose(got[row], expected, atol=1e-5)
+
+
+def test_cached_is_the_last_row_of_causal():
+  q, k, v = (random(2, 6, heads, 8, seed=i) for i, heads in enumerate((4, 2, 2)))
+  got = cached(q[:, -1:], k, v, jnp.full((2,), 6, jnp.int32))
+  np.testing.assert_allclose(got[:, 0], causal(q, k, v)[:, -1], atol=1e-6)
+
+
+def test_auto_on_a_cpu_is_xla_and_a_request_is_kept():
+  assert attention.choose("auto", dtype=jnp.bfloat16, head_dim=64) == "xla"
+  assert attention.choose("cudnn", dtype=jnp.float32, head_dim=7) == "cudnn"

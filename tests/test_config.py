@@ -1,0 +1,114 @@
+"""Errors of a config are found before anything loads, and name the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid.errors import ConfigError
+
+TINY = str(Path(__file__).with_name("tiny_config.py"))
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+def load(*overrides):
+  return config_lib.resolve(
+      config_lib.from_argv(["train", "--config", TINY, *overrides])[0])
+
+
+def fails(*overrides):
+  with pytest.raises(ConfigError) as caught:
+    config_lib.validate(load(*overrides))
+  return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_are_valid(path):
+  config, _ = config_lib.from_argv(["train", "--config", str(path)])
+  config_lib.validate(config_lib.resolve(config))
+  assert "python -m jaxrl_hybrid.train" in path.read_text()
+
+
+@pytest.mark.parametrize("typed,nearest", [
+    ("--config.actor.optim.lerning_rate=1", "actor.optim.lr"),
+    ("--config.actor.cliprato=0.1", "actor.clip_ratio"),
+    ("--config.trainer.total_step=3", "trainer.total_steps"),
+    ("--config.rollout.temprature=1", "rollout.temperature"),
+    ("--config.train_batch_size=3", "data.train_batch_size"),
+])
+def test_a_typo_names_the_nearest_key(typed, nearest):
+  message = fails(typed)
+  assert typed.split("=")[0].removeprefix("--config.") in message
+  if nearest != "actor.optim.lr":
+    assert nearest in message
+
+
+@pytest.mark.parametrize("overrides,words", [
+    (["--config.rollout.n=1"], ["rollout.n", ">= 2", "ppo"]),
+    (["--config.rollout.temperature=0"], ["rollout.temperature", "> 0"]),
+    (["--config.actor.ppo_mini_batch_size=3"], ["divisor", "8", "got 3"]),
+    (["--config.actor.ppo_micro_batch_size_per_device=3"], ["16 sequences", "dp=2"]),
+    (["--config.mesh.train=(2,1,1)"], ["pp=1", "got pp=2"]),
+    (["--config.mesh.train=(1,2)"], ["3 integers", "(1, 2)"]),
+    (["--config.mesh.generation=(1,3)"], ["mesh.generation", "divide"]),
+    (["--config.rewards.weights=(1.0,2.0)"], ["1 numbers", "got 2"]),
+    (["--config.algorithm.name=gpro"], ["grpo", "gpro"]),
+    (["--config.algorithm.adv_estimator=gea"], ["gae", "gea"]),
+    (["--config.actor.loss_agg_mode=mean"], ["token-mean"]),
+    (["--config.rollout.top_p=0"], ["rollout.top_p", "(0, 1]"]),
+    (["--config.rollout.top_k=0"], ["-1 (off)"]),
+    (["--config.trainer.total_steps=0"], ["trainer.total_steps", "> 0"]),
+    (["--config.actor.optim.lr=fast"], ["lr", "fast"]),
+    (["--config.data.train_files=()"], ["data.train_files"]),
+    (["--confg.seed=1"], ["confg"]),
+    (["stray"], ["stray"]),
+])
+def test_errors_say_expected_and_got(overrides, words):
+  message = fails(*overrides)
+  assert all(word in message for word in words), message
+
+
+def test_missing_config_file():
+  with pytest.raises(ConfigError, match="nowhere.py"):
+    config_lib.from_argv(["train", "--config", "nowhere.py"])
+  with pytest.raises(ConfigError, match="expected --config FILE"):
+    config_lib.from_argv(["train"])
+
+
+def test_config_may_stand_anywhere_and_in_both_spellings():
+  for argv in (["t", "--config.seed=3", "--config", TINY],
+               ["t", f"--config={TINY}", "--config.seed=3"]):
+    assert config_lib.from_argv(argv)[0].seed == 3
+
+
+def test_the_algorithm_sets_defaults_that_can_be_overridden():
+  ppo = load("--config.algorithm.name=ppo")
+  assert (ppo.algorithm.adv_estimator, ppo.algorithm.whiten_advantages) == ("gae", True)
+  mixed = load("--config.algorithm.name=remax", "--config.actor.loss_agg_mode=token-sum")
+  assert mixed.algorithm.adv_estimator == "remax"
+  assert mixed.actor.loss_agg_mode == "token-sum"
+
+
+def test_clip_ratio_alone_has_an_effect():
+  config = load("--config.actor.clip_ratio=0.1")
+  assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.1, 0.1)
+  config = load("--config.actor.clip_ratio_high=0.28")
+  assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.2, 0.28)
+
+
+def test_sizes_by_hand():
+  sizes = config_lib.validate(load("--config.actor.ppo_micro_batch_size_per_device=4",
+                                   "--config.actor.ppo_epochs=3"))
+  assert (sizes.prompts, sizes.sequences, sizes.mini_batches) == (8, 32, 2)
+  assert (sizes.mini_sequences, sizes.micro_sequences, sizes.accumulation) == (16, 8, 2)
+  assert sizes.updates_per_step == 6
+
+
+def test_a_saved_config_reads_back_the_same(tmp_path):
+  config = load()
+  (tmp_path / "config.json").write_text(config.to_json_best_effort())
+  assert config_lib.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
+
+
+def test_at_most_120_knobs():
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 120
