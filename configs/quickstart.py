@@ -31,16 +31,16 @@ def get_config() -> ConfigDict:
   config.data.eval_files = (TASK + "&n=128&split=eval",)
   config.data.max_prompt_length = 8
   config.data.max_response_length = 6
-  config.data.train_batch_size = 32
-  config.rollout.n = 8
+  config.data.train_batch_size = 64
+  config.rollout.n = 4
   config.rewards.functions = ("symbol_match",)
   config.rewards.weights = (1.0,)
   config.algorithm.name = "grpo"
   config.algorithm.norm_adv_by_std_in_grpo = False
-  config.actor.entropy_coeff = 0.05
-  config.actor.optim.lr = 2e-3
+  config.actor.entropy_coeff = 0.02
+  config.actor.optim.lr = 1e-3
   config.actor.optim.weight_decay = 0.0
-  config.critic.optim.lr = 2e-3
+  config.critic.optim.lr = 1e-3
   config.critic.optim.weight_decay = 0.0
   config.trainer.total_steps = 150
   config.trainer.test_freq = 25

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxrl_hybrid.models import layers, params as params_lib, rope
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.ops import attention, logprob
+from jaxrl_hybrid.ops import attention, logprob, matmul
 
 KVCache = tuple[jax.Array, jax.Array]  # (k_BSKA, v_BSKA) of one layer
 # (array, logical axis of each dim) -> the array with its sharding pinned
@@ -31,7 +31,7 @@ class Decoder:
 
   Attributes:
     spec: sizes and switches.
-    dtype: compute dtype; parameters of any dtype are cast to it.
+    dtype: of the operands of products; activations between them are fp32.
     attention: ``xla`` or ``cudnn``.
     remat: ``full`` recomputes each layer in the backward pass.
     constrain: pins activations to mesh axes.
@@ -43,20 +43,16 @@ class Decoder:
   constrain: Constrain
   remat: str = "full"
 
-  def cast(self, params: Params) -> Params:
-    """All floating leaves in the compute dtype."""
-    return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
-
   def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
     x_BTD, cos, sin = self._embed(params, tokens_BT, jnp.int32(0))
 
     def attend(q, k, v):
-      return attention.causal(q, k, v, implementation=self.attention), None
+      return self._causal(q, k, v), None
 
     def body(x_BTD, layer_params):
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, _ = layer(x_BTD, cos, sin, attend)
+      x_BTD, _ = layer(x_BTD, cos, sin, attend, self.dtype)
       return self._pin(x_BTD), None
 
     if self.remat == "full":
@@ -71,12 +67,12 @@ class Decoder:
     x_BTD, cos, sin = self._embed(params, tokens_BP, jnp.int32(0))
 
     def attend(q, k, v):
-      return attention.causal(q, k, v, implementation=self.attention), (k, v)
+      return self._causal(q, k, v), (k.astype(self.dtype), v.astype(self.dtype))
 
     caches = []
     for layer_params in params["layers"]:
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, cos, sin, attend)
+      x_BTD, cache = layer(x_BTD, cos, sin, attend, self.dtype)
       x_BTD = self._pin(x_BTD)
       caches.append(cache)
     return self._norm(params, x_BTD), caches
@@ -92,14 +88,14 @@ class Decoder:
     for layer_params, (k_BSKA, v_BSKA) in zip(params["layers"], caches, strict=True):
 
       def attend(q, k, v, k_BSKA=k_BSKA, v_BSKA=v_BSKA):
-        k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0])
-        v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0])
+        k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0].astype(self.dtype))
+        v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0].astype(self.dtype))
         out = attention.cached(q, k_BSKA, v_BSKA, positions_B + 1,
                                implementation=self.attention)
         return out, (k_BSKA, v_BSKA)
 
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, cos, sin, attend)
+      x_BTD, cache = layer(x_BTD, cos, sin, attend, self.dtype)
       x_BTD = self._pin(x_BTD)
       updated.append(cache)
     return self._norm(params, x_BTD)[:, 0], updated
@@ -111,8 +107,7 @@ class Decoder:
 
   def logits(self, params: Params, hidden_BD: jax.Array) -> jax.Array:
     """fp32 logits ``[B, V]``, padded vocabulary columns masked."""
-    logits_BV = jnp.einsum("bd,vd->bv", hidden_BD, self.head(params),
-                           preferred_element_type=jnp.float32)
+    logits_BV = matmul.product(hidden_BD, self.head(params), "bd,vd->bv", self.dtype)
     return logprob.mask_padded_vocab(logits_BV, self.spec.vocab_size)
 
   def token_log_probs(
@@ -122,18 +117,17 @@ class Decoder:
 
     Index t belongs to token t; index 0 is 0, nothing predicts it.
     """
-    params = self.cast(params)
     hidden_BTD = self.hidden(params, tokens_BT)
     log_probs, entropy = logprob.token_log_probs(
         hidden_BTD[:, :-1], self.head(params), tokens_BT[:, 1:],
-        temperature=temperature, vocab_size=self.spec.vocab_size, chunk=chunk)
+        temperature=temperature, vocab_size=self.spec.vocab_size, chunk=chunk,
+        dtype=self.dtype)
     return _shift_right(log_probs), _shift_right(entropy)
 
   def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """fp32 values ``[B, T]``: index t is the value before token t."""
-    hidden_BTD = self.hidden(self.cast(params), tokens_BT)
-    values_BT = jnp.einsum("btd,d->bt", hidden_BTD.astype(jnp.float32),
-                           params["value_head"]["kernel"][0].astype(jnp.float32))
+    hidden_BTD = self.hidden(params, tokens_BT)
+    values_BT = jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
     return _shift_right(values_BT[:, :-1])
 
   def _embed(self, params, tokens_BT, positions):
@@ -141,7 +135,11 @@ class Decoder:
     positions_BT = positions + jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
-    return self._pin(x_BTD), cos, sin
+    return self._pin(x_BTD.astype(jnp.float32)), cos, sin
+
+  def _causal(self, q_BTHA, k_BTKA, v_BTKA):
+    return attention.causal(q_BTHA, k_BTKA, v_BTKA, dtype=self.dtype,
+                            implementation=self.attention)
 
   def _norm(self, params, x_BTD):
     return layers.rms_norm(x_BTD, params["norm"]["scale"], self.spec.rms_norm_eps)

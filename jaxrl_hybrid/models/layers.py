@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_hybrid.models import rope
 from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.ops import matmul
 
 # (q_BTHA, k_BTKA, v_BTKA) -> (out_BTHA, what the caller wants to keep)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -41,11 +42,12 @@ class Projection(nnx.Module):
     else:
       self.bias = None
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    kernel = self.kernel[...].astype(x.dtype)
-    equation = "bti,oi->bto" if self.kind == "column" else "bti,io->bto"
-    out = jnp.einsum(equation, x, kernel)
-    return out if self.bias is None else out + self.bias[...].astype(x.dtype)
+  def __call__(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if self.kind == "column":
+      out = matmul.product(x, self.kernel[...], "bti,oi->bto", dtype)
+    else:
+      out = matmul.row_scaled_product(x, self.kernel[...], "bti,io->bto", dtype)
+    return out if self.bias is None else out + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
@@ -60,10 +62,9 @@ class RMSNorm(nnx.Module):
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """``x / rms(x) * scale`` over the last axis, in the dtype of x."""
-  wide = x.astype(jnp.float32)
-  wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-  return scale.astype(x.dtype) * wide.astype(x.dtype)
+  """``x / rms(x) * scale`` over the last axis; fp32."""
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
 class Attention(nnx.Module):
@@ -88,16 +89,16 @@ class Attention(nnx.Module):
       self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array,
-               attend: Attend) -> tuple[jax.Array, Any]:
+               attend: Attend, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
     rows, length, _ = x_BTD.shape
     heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
-    q_BTHA, k_BTKA = heads(self.q(x_BTD)), heads(self.k(x_BTD))
-    v_BTKA = heads(self.v(x_BTD))
+    q_BTHA, k_BTKA, v_BTKA = (
+        heads(projection(x_BTD, dtype)) for projection in (self.q, self.k, self.v))
     if self.spec.qk_norm:
       q_BTHA, k_BTKA = self.q_norm(q_BTHA), self.k_norm(k_BTKA)
     q_BTHA, k_BTKA = rope.rotate(q_BTHA, cos, sin), rope.rotate(k_BTKA, cos, sin)
     out_BTHA, kept = attend(q_BTHA, k_BTKA, v_BTKA)
-    return self.o(out_BTHA.reshape(rows, length, -1)), kept
+    return self.o(out_BTHA.reshape(rows, length, -1), dtype), kept
 
 
 class MLP(nnx.Module):
@@ -114,12 +115,18 @@ class MLP(nnx.Module):
     self.up = projection("column", std)
     self.down = projection("row", out_std)
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+  def __call__(self, x_BTD: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    inner = jax.nn.silu(self.gate(x_BTD, dtype)) * self.up(x_BTD, dtype)
+    return self.down(inner, dtype)
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm attention and MLP with residuals."""
+  """Pre-norm attention and MLP with residuals.
+
+  Activations are fp32; products round their operands to ``dtype``. An fp32
+  residual stream is not rounded at every layer, which would be by far the
+  largest difference between the log-probs of trainer and engine.
+  """
 
   def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
     self.attn_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -128,10 +135,10 @@ class DecoderLayer(nnx.Module):
     self.mlp = MLP(spec, rngs=rngs)
 
   def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array,
-               attend: Attend) -> tuple[jax.Array, Any]:
-    attended, kept = self.attn(self.attn_norm(x_BTD), cos, sin, attend)
+               attend: Attend, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+    attended, kept = self.attn(self.attn_norm(x_BTD), cos, sin, attend, dtype)
     x_BTD = x_BTD + attended
-    return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kept
+    return x_BTD + self.mlp(self.mlp_norm(x_BTD), dtype), kept
 
 
 class Table(nnx.Module):

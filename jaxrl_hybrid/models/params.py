@@ -41,6 +41,13 @@ def abstract_params(spec: ModelSpec, *, vocab: int, head: str = LM) -> Params:
   return jax.eval_shape(init, jax.random.key(0))
 
 
+def compute_copy(params: Params, dtype: jnp.dtype) -> Params:
+  """Kernels in the compute dtype, as products round them; the rest unchanged."""
+  return jax.tree_util.tree_map_with_path(
+      lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf,
+      params)
+
+
 def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
   """The same tree with a tuple of logical axis names at each leaf."""
   abstract = nnx.eval_shape(
@@ -69,15 +76,17 @@ def _layer_structure(spec: ModelSpec) -> tuple[Any, Any]:
 
 
 def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, Any]:
-  rngs = nnx.Rngs(key)
-  table = functools.partial(layers.Table, hidden=spec.hidden_size,
-                            std=spec.initializer_range, rngs=rngs)
-  modules = {"embed": table(vocab, axis="vocab"),
+  std, rngs = spec.initializer_range, nnx.Rngs(key)
+  table = functools.partial(layers.Table, hidden=spec.hidden_size, rngs=rngs)
+  # Unit-variance embeddings (as in T5) keep the token in front in the residual
+  # stream, which tiny models learn from much faster; a tied table is a head too.
+  embed_std = std if spec.tie_word_embeddings else 1.0
+  modules = {"embed": table(vocab, axis="vocab", std=embed_std),
              "norm": layers.RMSNorm(spec.hidden_size, spec.rms_norm_eps)}
   if head == VALUE:
-    modules["value_head"] = table(1, axis=None)
+    modules["value_head"] = table(1, axis=None, std=std)
   elif not spec.tie_word_embeddings:
-    modules["lm_head"] = table(vocab, axis="vocab")
+    modules["lm_head"] = table(vocab, axis="vocab", std=std)
   return modules
 
 

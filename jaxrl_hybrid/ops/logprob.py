@@ -7,6 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxrl_hybrid.ops.matmul import product
+
 MASKED = -1e30  # logit of a padded vocabulary column: probability exactly 0
 
 
@@ -19,7 +21,7 @@ def mask_padded_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 def token_log_probs(
     hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, *,
-    temperature: float, vocab_size: int, chunk: int,
+    temperature: float, vocab_size: int, chunk: int, dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns fp32 (log-prob of the target ``[B, T]``, entropy ``[B, T]``).
 
@@ -34,10 +36,11 @@ def token_log_probs(
     temperature: > 0.
     vocab_size: un-padded vocabulary size.
     chunk: positions at a time.
+    dtype: of the product's operands; logits are fp32.
   """
   length = hidden_BTD.shape[1]
   one_chunk = jax.checkpoint(functools.partial(
-      _dense, temperature=temperature, vocab_size=vocab_size))
+      _dense, temperature=temperature, vocab_size=vocab_size, dtype=dtype))
   if length <= chunk:
     return one_chunk(hidden_BTD, head_VD, targets_BT)
   padding = -length % chunk
@@ -52,9 +55,8 @@ def token_log_probs(
   return join(log_probs), join(entropy)
 
 
-def _dense(hidden_BTD, head_VD, targets_BT, *, temperature, vocab_size):
-  logits_BTV = jnp.einsum("btd,vd->btv", hidden_BTD, head_VD,
-                          preferred_element_type=jnp.float32) / temperature
+def _dense(hidden_BTD, head_VD, targets_BT, *, temperature, vocab_size, dtype):
+  logits_BTV = product(hidden_BTD, head_VD, "btd,vd->btv", dtype) / temperature
   logits_BTV = mask_padded_vocab(logits_BTV, vocab_size)
   norm_BT = jax.nn.logsumexp(logits_BTV, -1)
   picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.models.params import Params, compute_copy
 from jaxrl_hybrid.parallel.rules import Layout
 
 
@@ -27,7 +27,7 @@ class HybridEngine:
     Args:
       axes: logical axes of the training tree.
       generation: target layout.
-      dtype: of the generation copy.
+      dtype: of the generation copy's kernels.
       num_layers: L.
     """
     self.version = 0
@@ -35,7 +35,7 @@ class HybridEngine:
     stacked = generation.shardings(axes)
 
     def switch(params: Params) -> Params:
-      params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+      params = compute_copy(params, dtype)
       # The gather happens on the whole stack: slicing a sharded stack first
       # would cost a collective per layer.
       params = jax.device_put(params, stacked)

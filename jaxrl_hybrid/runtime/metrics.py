@@ -1,9 +1,4 @@
-"""Metrics: (sum, weight) pairs that are reduced once, and the file they go to.
-
-A mean of means over unequal micro-batches is wrong. So a device program returns
-sums and weights; the pairs of all micro-batches are merged by addition, and
-divided once at the end.
-"""
+"""The metrics file of a run: one JSON object per step."""
 
 from __future__ import annotations
 
@@ -12,51 +7,14 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 STEP_KEY = "training/global_step"
 
 _log = logging.getLogger(__name__)
-
-
-class Mean(NamedTuple):
-  """A mean that is not yet divided; a plain pair works wherever this does.
-
-  Attributes:
-    sum: sum of the values; a number or a scalar array, on device or host.
-    weight: how many values, or the sum of their weights.
-  """
-
-  sum: Any
-  weight: Any
-
-
-def merge(parts: Iterable[Mapping[str, tuple[Any, Any]]]) -> dict[str, Mean]:
-  """Adds up the pairs of several micro-batches.
-
-  Device scalars stay on the device, so this does not wait for it. A name that
-  only some parts have is the mean over those parts.
-  """
-  total: dict[str, Mean] = {}
-  for part in parts:
-    for name, (value, weight) in part.items():
-      before = total.get(name)
-      if before is not None:
-        value, weight = before.sum + value, before.weight + weight
-      total[name] = Mean(value, weight)
-  return total
-
-
-def reduce(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
-  """Divides; what has weight 0 was not observed and is left out."""
-  return {
-    name: float(value) / float(weight)
-    for name, (value, weight) in pairs.items()
-    if float(weight) != 0.0
-  }
 
 
 class MetricsWriter:

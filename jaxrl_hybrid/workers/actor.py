@@ -88,6 +88,8 @@ class Actor:
     Without ``old_log_probs`` the batch must be one single update: then the old
     log-probs are the current ones, exactly.
     """
+    assert batch.old_log_probs is not None or self.updates_per_batch(len(batch)) == 1, (
+        "several updates of a batch need its old_log_probs")
     columns = {"advantages": batch.advantages, "rollout_log_probs": batch.rollout_log_probs}
     for name in ("old_log_probs", "ref_log_probs"):
       if getattr(batch, name) is not None:

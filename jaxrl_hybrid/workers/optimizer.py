@@ -14,7 +14,7 @@ def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
 
   Args:
     optim: config section with lr, schedule, warmup_steps (in updates) and
-      min_lr_ratio (of lr, at the last update).
+      min_lr_ratio (of lr, reached after the last update).
     total_updates: of the whole run.
   """
   decay_steps = max(1, total_updates - optim.warmup_steps)

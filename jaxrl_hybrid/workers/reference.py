@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_hybrid.models.decoder import Decoder
-from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.models.params import Params, compute_copy
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers.scoring import Scorer
@@ -26,7 +27,8 @@ class Reference:
   def __init__(self, decoder: Decoder, params: Params, layout: Layout, *,
                temperature: float, chunk: int, micro_rows: int):
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    copy = lambda params: jax.tree.map(lambda x: x + 0, decoder.cast(params))
+    # Donation of the actor's parameters must not take leaves that need no cast.
+    copy = lambda params: jax.tree.map(jnp.copy, compute_copy(params, decoder.dtype))
     self._params = jax.jit(copy, out_shardings=shardings)(params)
     self._log_probs = Scorer(
         lambda params, tokens_BT: decoder.token_log_probs(

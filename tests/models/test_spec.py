@@ -50,7 +50,7 @@ def test_biases_and_norms_of_each_family(changes, expected):
     (dict(hidden_act="gelu"), ("hidden_act 'gelu'", "expected 'silu'")),
     (dict(model_type="qwen2", use_sliding_window=True), ("use_sliding_window",)),
     (dict(model_type="qwen3", use_sliding_window=True), ("use_sliding_window",)),
-    (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ("rope", "'dynamic'", "yarn")),
+    (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ("'dynamic'", "'yarn'")),
     (dict(rope_parameters=dict(rope_type="longrope")), ("rope", "'longrope'")),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
      ("partial_rotary_factor", "0.5")),

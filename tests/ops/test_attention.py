@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl_hybrid.ops import attention
 
-causal = jax.jit(functools.partial(attention.causal, implementation="xla"))
+causal = jax.jit(functools.partial(
+    attention.causal, dtype=jnp.dtype(jnp.float32), implementation="xla"))
 cached = jax.jit(functools.partial(attention.cached, implementation="xla"))
 
 
@@ -71,3 +72,27 @@ def test_cached_is_the_last_row_of_causal():
 def test_auto_on_a_cpu_is_xla_and_a_request_is_kept():
   assert attention.choose("auto", dtype=jnp.bfloat16, head_dim=64) == "xla"
   assert attention.choose("cudnn", dtype=jnp.float32, head_dim=7) == "cudnn"
+
+
+@pytest.mark.parametrize("dtype,error", [("float32", 1e-6), ("bfloat16", 2e-2),
+                                         ("float16", 2e-3)])
+def test_16_bit_operands_round_as_little_as_their_format(dtype, error):
+  q, k, v = (random(2, 9, heads, 8, seed=i) for i, heads in enumerate((4, 2, 2)))
+  run = functools.partial(attention.causal, dtype=jnp.dtype(dtype), implementation="xla")
+  got = np.asarray(jax.jit(run)(q, k, v))
+  difference = np.abs(got - causal(q, k, v)).max()
+  assert got.dtype == np.float32 and difference < error
+  assert dtype == "float32" or difference > error / 100  # it did round
+
+
+def test_float16_attention_has_bfloat16s_range_in_its_gradient():
+  q, k, v = (random(1, 5, 2, 8, seed=i) for i in range(3))
+
+  def gradient(dtype, scale):
+    run = functools.partial(attention.causal, dtype=jnp.dtype(dtype), implementation="xla")
+    return jax.jit(jax.grad(lambda q: scale * jnp.sum(run(q, k, v) ** 2)))(q) / scale
+
+  exact = gradient("float32", 1.0)
+  # Cotangents of 1e-9 are 0 in float16.
+  error = jnp.linalg.norm(gradient("float16", 1e-9) - exact) / jnp.linalg.norm(exact)
+  assert error < 2e-2

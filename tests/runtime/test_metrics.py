@@ -7,40 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_hybrid.runtime.metrics import STEP_KEY, Mean, MetricsWriter, merge, reduce
-
-
-def test_merge_is_a_weighted_mean_not_a_mean_of_means():
-  parts = [{"loss": (10.0, 1)}, {"loss": (2.0, 3)}]
-  assert merge(parts) == {"loss": Mean(12.0, 4)}
-  assert reduce(merge(parts)) == {"loss": 3.0}
-
-
-def test_merge_takes_the_union_of_names_and_leaves_its_input_alone():
-  first = {"a": (1.0, 1.0)}
-  assert reduce(merge([first, {"b": (4.0, 2.0)}, {"a": (5.0, 1.0)}])) == {
-    "a": 3.0,
-    "b": 2.0,
-  }
-  assert first == {"a": (1.0, 1.0)}
-  assert merge([]) == {}
-
-
-def test_merge_of_device_scalars_stays_on_the_device():
-  part = {"kl": (jnp.float32(1.5), jnp.float32(2.0))}
-  total = merge([part, part])["kl"]
-  assert isinstance(total.sum, type(jnp.float32(0)))
-  reduced = reduce({"kl": total})
-  assert reduced == {"kl": 0.75} and type(reduced["kl"]) is float
-
-
-@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
-def test_zero_weight_is_left_out(value):
-  assert reduce({"empty": (value, 0.0), "full": (1.0, 2)}) == {"full": 0.5}
-
-
-def test_a_real_nan_is_not_hidden():
-  assert math.isnan(reduce({"loss": (math.nan, 2.0)})["loss"])
+from jaxrl_hybrid.runtime.metrics import STEP_KEY, MetricsWriter
 
 
 def rows(run_dir):

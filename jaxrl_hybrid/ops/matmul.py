@@ -1,0 +1,73 @@
+"""Matrix products with 16-bit operands: forward in one format, backward in bf16.
+
+The forward pass of trainer and engine should round as little as 16 bits allow:
+float16 has three more mantissa bits than bfloat16, which makes the log-prob gap
+between the two about eight times smaller (compare Qi et al. 2025,
+arXiv:2510.26788). Gradients need bfloat16's range. So activations are fp32
+between products, each product rounds its operands to ``dtype``, and its
+backward pass rounds them to bfloat16; float32 is left alone in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+
+# Operands above this would come near float16's largest number, 65,504.
+SAFE = 2.0**14
+
+
+def backward_dtype(dtype: jnp.dtype) -> jnp.dtype:
+  """The format of the backward pass: bfloat16 for both 16-bit formats."""
+  return jnp.dtype(jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+  """``einsum(equation, x, kernel)`` with operands in ``dtype``; fp32 out.
+
+  Args:
+    x: activations, fp32.
+    kernel: weights; the gradient has their dtype.
+    equation: einsum of two operands, every index in exactly two of the terms.
+    dtype: float32, bfloat16 or float16.
+  """
+  return _forward(x, kernel, equation, dtype)[0]
+
+
+def _forward(x, kernel, equation, dtype):
+  x = x.astype(dtype)
+  out = jnp.einsum(equation, x, kernel.astype(dtype),
+                   preferred_element_type=jnp.float32)
+  return out, (x, kernel)
+
+
+def _backward(equation, dtype, residuals, cotangent):
+  x, kernel = residuals
+  low = backward_dtype(dtype)
+  of_x, of_kernel, of_out = re.split("[,>]", equation.replace("->", ">"))
+  cotangent = cotangent.astype(low)
+  dx = jnp.einsum(f"{of_out},{of_kernel}->{of_x}", cotangent, kernel.astype(low))
+  dkernel = jnp.einsum(f"{of_out},{of_x}->{of_kernel}", cotangent, x.astype(low),
+                       preferred_element_type=jnp.float32)
+  return dx.astype(jnp.float32), dkernel.astype(kernel.dtype)
+
+
+product.defvjp(_forward, _backward)
+
+
+def row_scaled_product(
+    x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+  """``product`` of activations without a bound (the MLP's inner ones).
+
+  In float16, rows with entries beyond ``SAFE`` are scaled down by a power of two
+  and the result is scaled back, so that nothing overflows.
+  """
+  if dtype != jnp.float16:
+    return product(x, kernel, equation, dtype)
+  largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), -1, keepdims=True))
+  scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest / SAFE, 1.0))))
+  return product(x / scale, kernel, equation, dtype) * scale

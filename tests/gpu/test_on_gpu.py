@@ -1,0 +1,91 @@
+"""What only a GPU can show: cuDNN attention and the rollout/train gap in bf16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_hybrid.models import decoder, params as params_lib
+from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.ops import attention
+from jaxrl_hybrid.parallel import hybrid, mesh as mesh_lib, rules
+from jaxrl_hybrid.rollout.engine import Engine
+from jaxrl_hybrid.rollout.sampling import Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu",
+                       reason="needs a GPU: JAXRL_TEST_GPU=1 pytest tests/gpu")]
+
+SPEC = ModelSpec("llama", 5003, 512, 1024, 8, 8, 2, 64, 1024, initializer_range=0.04)
+
+
+def qkv(dtype, length=96):
+  keys = jax.random.split(jax.random.key(0), 3)
+  return [jax.random.normal(k, (4, length, h, 64), dtype) for k, h in zip(keys, (8, 2, 2))]
+
+
+def test_cudnn_is_chosen_for_bf16_and_xla_for_fp32():
+  assert attention.choose("auto", dtype=jnp.bfloat16, head_dim=64) == "cudnn"
+  assert attention.choose("auto", dtype=jnp.float32, head_dim=64) == "xla"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cudnn_gradient_equals_the_fp32_reference(dtype):
+  def loss(q, k, v, dtype, implementation):
+    out = attention.causal(q, k, v, dtype=jnp.dtype(dtype), implementation=implementation)
+    return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+  grads = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=(3, 4))
+  operands = [x.astype(jnp.float32) for x in qkv(jnp.bfloat16)]
+  with jax.default_matmul_precision("highest"):
+    expected = grads(*operands, "float32", "xla")
+  for a, b in zip(grads(*operands, dtype, "cudnn"), expected):
+    assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < 1e-2
+
+
+def test_cudnn_decode_reads_live_slots_only():
+  q, k, v = qkv(jnp.bfloat16)
+  lengths = jnp.array([1, 5, 40, 96], jnp.int32)
+  dead = jnp.arange(96)[None, :, None, None] >= lengths[:, None, None, None]
+  poison = lambda x: jnp.where(dead, 1e4, x)
+  out = attention.cached(q[:, :1], poison(k), poison(v), lengths, implementation="cudnn")
+  expected = attention.cached(q[:, :1], k, v, lengths, implementation="xla")
+  np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype,limit", [
+    ("float32", 1e-5), ("bfloat16", 5e-3), ("float16", 1e-3)])
+def test_rollout_and_trainer_agree(dtype, limit):
+  precision = "highest" if dtype == "float32" else "default"
+  with jax.default_matmul_precision(precision):
+    gap, ratio = gap_and_first_ratio(jnp.dtype(dtype))
+  print(f"{dtype}: mean |logp_engine - logp_trainer| = {gap:.2e}, |ratio - 1| = {ratio:.1e}")
+  assert gap < limit
+
+
+def gap_and_first_ratio(dtype):
+  train = rules.Layout(mesh_lib.train_mesh((1, 1, 1)), rules.TRAIN)
+  layout = rules.Layout(mesh_lib.generation_mesh(train.mesh, (1, 1)), rules.GENERATION)
+  implementation = attention.choose("auto", dtype=dtype, head_dim=64)
+  model = decoder.Decoder(SPEC, dtype, implementation, layout.constrain)
+  params = jax.jit(lambda: params_lib.init_params(SPEC, jax.random.key(0), vocab=5003))()
+  switch = hybrid.HybridEngine(params_lib.logical_axes(SPEC), layout, dtype, 8)
+  weights, _ = switch.to_generation(params)
+  engine = Engine(model, layout, eos_ids=[1], max_rows=64, seed=0)
+  prompts = [np.arange(2, 12 + i, dtype=np.int32) for i in range(64)]
+  out = engine.generate(weights, prompts, range(64), n=1, max_new=64, sampling=Sampling())
+  tokens = np.zeros((64, 160), np.int32)
+  for i, prompt in enumerate(prompts):
+    row = np.concatenate([prompt, out.ids[i, : out.lengths[i]]])
+    tokens[i, : len(row)] = row
+  score = lambda p: model.token_log_probs(p, tokens, temperature=1.0, chunk=64)[0]
+  forward = np.asarray(jax.jit(score)(params))
+  (_, in_update), _ = jax.jit(jax.value_and_grad(
+      lambda p: (score(p).mean(), score(p)), has_aux=True))(params)
+  gaps, ratios = [], []
+  for i, prompt in enumerate(prompts):
+    span = slice(len(prompt), len(prompt) + out.lengths[i])
+    gaps.append(np.abs(forward[i, span] - out.log_probs[i, : out.lengths[i]]))
+    ratios.append(np.abs(np.exp(forward[i, span] - np.asarray(in_update)[i, span]) - 1))
+  return np.concatenate(gaps).mean(), np.concatenate(ratios).max()
