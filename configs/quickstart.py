@@ -19,11 +19,19 @@ def get_config() -> ConfigDict:
   config.mesh.fake_devices = 8
   config.mesh.train = (1, 2, 4)
   config.mesh.generation = (1, 1)
-  config.model.random = ConfigDict(dict(
-      model_type="llama", hidden_size=128, intermediate_size=384,
-      num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-      max_position_embeddings=64, initializer_range=0.08,
-      tie_word_embeddings=False))
+  config.model.random = ConfigDict(
+    dict(
+      model_type="llama",
+      hidden_size=128,
+      intermediate_size=256,
+      num_hidden_layers=4,
+      num_attention_heads=4,
+      num_key_value_heads=4,
+      max_position_embeddings=64,
+      initializer_range=0.08,
+      tie_word_embeddings=False,
+    )
+  )
   config.model.tokenizer = TASK
   config.model.dtype = "float32"
   config.model.remat = "none"

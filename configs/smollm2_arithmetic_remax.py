@@ -20,12 +20,14 @@ def get_config(variant: str = "gpu") -> ConfigDict:
     raise ValueError(f"expected one of {VARIANTS} after the colon, got {variant!r}")
   config = config_lib.base()
   config.model.path = "models/smollm2-135m-instruct"
-  config.model.dtype = "float16"
   config.data.train_files = (
-      "task:arithmetic?digits=1&n=80", "task:arithmetic?digits=2&n=4000")
+    "task:arithmetic?digits=1&n=80",
+    "task:arithmetic?digits=2&n=4000",
+  )
   config.data.eval_files = (
-      "task:arithmetic?digits=1&n=20&split=eval",
-      "task:arithmetic?digits=2&n=200&split=eval")
+    "task:arithmetic?digits=1&n=20&split=eval",
+    "task:arithmetic?digits=2&n=200&split=eval",
+  )
   config.data.curriculum = ((0, 1), (20, 2))
   config.data.max_prompt_length = 64
   config.data.max_response_length = 24

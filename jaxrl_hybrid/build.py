@@ -19,7 +19,9 @@ from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.controller import Controller
-from jaxrl_hybrid.data import files, prompts as prompts_lib, tokenizer as tokenizers
+from jaxrl_hybrid.data import files
+from jaxrl_hybrid.data import prompts as prompts_lib
+from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
@@ -30,7 +32,8 @@ from jaxrl_hybrid.models.hf.load import load_params
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention
-from jaxrl_hybrid.parallel import mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import rules
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.rewards import loading
@@ -56,7 +59,7 @@ class Plan:
   sizes: config_lib.Sizes
   source: source.ModelSource
   eos_ids: tuple[int, ...]
-  train_data: prompts_lib.PromptDataset
+  train_data: prompts_lib.PromptDataset | None  # None: for evaluation only
   eval_prompts: list[Prompt]
   reward: RewardWorker
   train_layout: Layout
@@ -66,45 +69,57 @@ class Plan:
     """What the user should see before anything expensive starts."""
     spec = self.source.spec
     lines = [
-        mesh_lib.describe(self.train_layout.mesh, self.generation_layout.mesh),
-        f"model: {spec.family}, {spec.num_params():,} parameters, "
-        f"{self.config.model.dtype}, from {self.source.describe()}",
-        self.sizes.describe(self.config.trainer.total_steps),
-        f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "
-        "generation_config)",
-        *self.source.ignored_sampling(),
-        self.train_data.describe(),
-        f"evaluation: {len(self.eval_prompts)} prompts, greedy",
+      mesh_lib.describe(self.train_layout.mesh, self.generation_layout.mesh),
+      f"model: {spec.family}, {spec.num_params():,} parameters, "
+      f"{self.config.model.dtype}, from {self.source.describe()}",
+      self.sizes.describe(self.config.trainer.total_steps),
+      f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "
+      "generation_config)",
+      *self.source.ignored_sampling(),
+      *([self.train_data.describe()] if self.train_data else []),
+      f"evaluation: {len(self.eval_prompts)} prompts, greedy",
     ]
     return "\n".join(lines)
 
 
-def inspect(config: ConfigDict) -> Plan:
+def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
   """Checks config, model config, tokenizer, template, data and rewards.
 
   Args:
     config: a resolved config (``config.resolve``).
+    training: whether the training data is read too.
 
   Raises:
     JaxrlError: whatever is wrong, before weights load.
   """
   sizes = config_lib.validate(config)
   train = Layout(mesh_lib.train_mesh(config.mesh.train), rules.TRAIN)
-  generation = Layout(mesh_lib.generation_mesh(train.mesh, config.mesh.generation),
-                      rules.GENERATION)
+  generation = Layout(
+    mesh_lib.generation_mesh(train.mesh, config.mesh.generation), rules.GENERATION
+  )
   model = source.open_model(config.model)
   _check_model(config, model.spec)
-  encoder = PromptEncoder(model.tokenizer, chat_template=config.data.chat_template,
-                          system_prompt=config.data.system_prompt)
+  encoder = PromptEncoder(
+    model.tokenizer,
+    chat_template=config.data.chat_template,
+    system_prompt=config.data.system_prompt,
+  )
   algorithm = make_algorithm(config)
   return Plan(
-      config=config, sizes=sizes, source=model,
-      eos_ids=tokenizers.eos_ids(model.tokenizer, model.hf_config,
-                                 model.generation_config),
-      train_data=_dataset(config, encoder, config.data.train_files),
-      eval_prompts=_eval_prompts(config, encoder),
-      reward=_reward(config, model.tokenizer, algorithm.min_group_size),
-      train_layout=train, generation_layout=generation)
+    config=config,
+    sizes=sizes,
+    source=model,
+    eos_ids=tokenizers.eos_ids(
+      model.tokenizer, model.hf_config, model.generation_config
+    ),
+    train_data=(
+      _dataset(config, encoder, config.data.train_files) if training else None
+    ),
+    eval_prompts=_eval_prompts(config, encoder),
+    reward=_reward(config, model.tokenizer, algorithm.min_group_size),
+    train_layout=train,
+    generation_layout=generation,
+  )
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
@@ -114,25 +129,40 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   params = make_params(plan, jnp.dtype(config.model.param_dtype))
   total = config.trainer.total_steps * sizes.updates_per_step
   schedule = learning_rate(config.actor.optim, total)
-  actor = Actor(decoder, params, plan.train_layout, make_generator(plan),
-                _actor_settings(config, sizes), make_optimizer(
-                    config.actor.optim, schedule), schedule)
+  actor = Actor(
+    decoder,
+    params,
+    plan.train_layout,
+    make_generator(plan),
+    _actor_settings(config, sizes),
+    make_optimizer(config.actor.optim, schedule),
+    schedule,
+  )
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   kl_ctrl = config.algorithm.kl_ctrl
   controller = Controller(
-      algorithm=algorithm, actor=actor, reward=plan.reward,
-      reference=_reference(plan, decoder, params),
-      critic=_critic(plan, decoder, total) if algorithm.needs_critic else None,
-      kl_controller=KLController(
-          kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon),
-      stream=PromptStream(
-          plan.train_data, batch_size=config.data.train_batch_size,
-          seed=config.seed, shuffle=config.data.shuffle,
-          curriculum=tuple(map(tuple, config.data.curriculum))),
-      eval_prompts=plan.eval_prompts, settings=config.trainer,
-      critic_warmup=config.critic.warmup if algorithm.needs_critic else 0,
-      checkpoints=checkpoints, recorder=Recorder(run_dir, config, step=step or 0))
+    algorithm=algorithm,
+    actor=actor,
+    reward=plan.reward,
+    reference=_reference(plan, decoder, params),
+    critic=_critic(plan, decoder, total) if algorithm.needs_critic else None,
+    kl_controller=KLController(
+      kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
+    ),
+    stream=PromptStream(
+      plan.train_data,
+      batch_size=config.data.train_batch_size,
+      seed=config.seed,
+      shuffle=config.data.shuffle,
+      curriculum=tuple(map(tuple, config.data.curriculum)),
+    ),
+    eval_prompts=plan.eval_prompts,
+    settings=config.trainer,
+    critic_warmup=config.critic.warmup if algorithm.needs_critic else 0,
+    checkpoints=checkpoints,
+    recorder=Recorder(run_dir, config, step=step or 0),
+  )
   if step is not None:
     controller.resume(step)
     controller.recorder.say(f"resumed from step {step} of {run_dir}")
@@ -143,10 +173,14 @@ def make_algorithm(config: ConfigDict) -> Algorithm:
   """The algorithm section, resolved."""
   algorithm = config.algorithm
   return Algorithm(
-      adv_estimator=algorithm.adv_estimator, gamma=algorithm.gamma, lam=algorithm.lam,
-      norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo,
-      whiten_advantages=algorithm.whiten_advantages,
-      use_kl_in_reward=algorithm.use_kl_in_reward, kl_penalty=algorithm.kl_penalty)
+    adv_estimator=algorithm.adv_estimator,
+    gamma=algorithm.gamma,
+    lam=algorithm.lam,
+    norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo,
+    whiten_advantages=algorithm.whiten_advantages,
+    use_kl_in_reward=algorithm.use_kl_in_reward,
+    kl_penalty=algorithm.kl_penalty,
+  )
 
 
 def make_decoder(plan: Plan, layout: Layout) -> Decoder:
@@ -154,12 +188,17 @@ def make_decoder(plan: Plan, layout: Layout) -> Decoder:
   model, spec = plan.config.model, plan.source.spec
   dtype = jnp.dtype(model.dtype)
   return Decoder(
-      spec, dtype, attention.choose(model.attention, dtype=dtype, head_dim=spec.head_dim),
-      layout.constrain, model.remat)
+    spec,
+    dtype,
+    attention.choose(model.attention, dtype=dtype, head_dim=spec.head_dim),
+    layout.constrain,
+    model.remat,
+  )
 
 
-def make_params(plan: Plan, dtype: jnp.dtype, head: str = params_lib.LM,
-                path: str | None = None) -> Params:
+def make_params(
+  plan: Plan, dtype: jnp.dtype, head: str = params_lib.LM, path: str | None = None
+) -> Params:
   """Loaded or random parameters on the training mesh."""
   spec, layout = plan.source.spec, plan.train_layout
   path = plan.source.path if path is None else path
@@ -183,9 +222,10 @@ def abstract_params(plan: Plan, dtype: jnp.dtype) -> Params:
   spec, layout = plan.source.spec, plan.train_layout
   vocab = spec.padded_vocab(layout.mesh.shape["tp"])
   return jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
-      params_lib.abstract_params(spec, vocab=vocab),
-      layout.shardings(params_lib.logical_axes(spec)))
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+    params_lib.abstract_params(spec, vocab=vocab),
+    layout.shardings(params_lib.logical_axes(spec)),
+  )
 
 
 def make_generator(plan: Plan) -> Generator:
@@ -194,24 +234,34 @@ def make_generator(plan: Plan) -> Generator:
   decoder = make_decoder(plan, layout)
   rollout = config.rollout
   return Generator(
-      HybridEngine(params_lib.logical_axes(spec), layout, decoder.dtype,
-                   spec.num_layers),
-      Engine(decoder, layout, eos_ids=plan.eos_ids, max_rows=rollout.max_rows,
-             seed=config.seed),
-      RolloutSettings(
-          n=rollout.n, max_new=config.data.max_response_length,
-          sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p),
-          mask_truncated=config.actor.mask_truncated))
+    HybridEngine(params_lib.logical_axes(spec), layout, decoder.dtype, spec.num_layers),
+    Engine(
+      decoder, layout, eos_ids=plan.eos_ids, max_rows=rollout.max_rows, seed=config.seed
+    ),
+    RolloutSettings(
+      n=rollout.n,
+      max_new=config.data.max_response_length,
+      sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p),
+      mask_truncated=config.actor.mask_truncated,
+    ),
+  )
 
 
 def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSettings:
   actor = config.actor
-  shared = {field.name: actor[field.name] for field in
-            dataclasses.fields(ActorSettings) if field.name in actor}
+  shared = {
+    field.name: actor[field.name]
+    for field in dataclasses.fields(ActorSettings)
+    if field.name in actor
+  }
   return ActorSettings(
-      **shared, temperature=config.rollout.temperature,
-      logprob_chunk=config.model.logprob_chunk, mini_rows=sizes.mini_sequences,
-      micro_rows=sizes.micro_sequences, seed=config.seed)
+    **shared,
+    temperature=config.rollout.temperature,
+    logprob_chunk=config.model.logprob_chunk,
+    mini_rows=sizes.mini_sequences,
+    micro_rows=sizes.micro_sequences,
+    seed=config.seed,
+  )
 
 
 def _reference(plan: Plan, decoder: Decoder, params: Params) -> Reference | None:
@@ -220,67 +270,107 @@ def _reference(plan: Plan, decoder: Decoder, params: Params) -> Reference | None
     return None
   if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
     logging.warning("the KL to the reference is both in the reward and in the loss")
-  return Reference(decoder, params, plan.train_layout,
-                   temperature=config.rollout.temperature,
-                   chunk=config.model.logprob_chunk,
-                   micro_rows=plan.sizes.micro_sequences)
+  return Reference(
+    decoder,
+    params,
+    plan.train_layout,
+    temperature=config.rollout.temperature,
+    chunk=config.model.logprob_chunk,
+    micro_rows=plan.sizes.micro_sequences,
+  )
 
 
 def _critic(plan: Plan, decoder: Decoder, total_updates: int) -> Critic:
   config, sizes = plan.config, plan.sizes
-  params = make_params(plan, jnp.dtype(config.model.param_dtype), params_lib.VALUE,
-                       config.critic.path or None)
+  params = make_params(
+    plan,
+    jnp.dtype(config.model.param_dtype),
+    params_lib.VALUE,
+    config.critic.path or None,
+  )
   schedule = learning_rate(config.critic.optim, total_updates)
   settings = CriticSettings(
-      cliprange_value=config.critic.cliprange_value,
-      loss_agg_mode=config.actor.loss_agg_mode,
-      loss_scale_factor=config.actor.loss_scale_factor,
-      ppo_epochs=config.actor.ppo_epochs, mini_rows=sizes.mini_sequences,
-      micro_rows=sizes.micro_sequences, seed=config.seed)
-  return Critic(decoder, params, plan.train_layout, settings,
-                make_optimizer(config.critic.optim, schedule), schedule)
+    cliprange_value=config.critic.cliprange_value,
+    loss_agg_mode=config.actor.loss_agg_mode,
+    loss_scale_factor=config.actor.loss_scale_factor,
+    ppo_epochs=config.actor.ppo_epochs,
+    mini_rows=sizes.mini_sequences,
+    micro_rows=sizes.micro_sequences,
+    seed=config.seed,
+  )
+  return Critic(
+    decoder,
+    params,
+    plan.train_layout,
+    settings,
+    make_optimizer(config.critic.optim, schedule),
+    schedule,
+  )
 
 
 def _reward(config: ConfigDict, tokenizer: Any, min_group_size: int) -> RewardWorker:
   rewards = config.rewards
   functions = [loading.load_reward(reference) for reference in rewards.functions]
   runner = RewardRunner(
-      [(loading.reward_name(f), f) for f in functions], tuple(rewards.weights),
-      on_error=rewards.on_error, timeout_s=rewards.timeout_s,
-      num_workers=rewards.num_workers)
-  return RewardWorker(tokenizer, runner, min_group_size=min_group_size,
-                      skip_special_tokens=rewards.skip_special_tokens)
+    [(loading.reward_name(f), f) for f in functions],
+    tuple(rewards.weights),
+    on_error=rewards.on_error,
+    timeout_s=rewards.timeout_s,
+    num_workers=rewards.num_workers,
+  )
+  return RewardWorker(
+    tokenizer,
+    runner,
+    min_group_size=min_group_size,
+    skip_special_tokens=rewards.skip_special_tokens,
+  )
 
 
-def _dataset(config: ConfigDict, encoder: PromptEncoder,
-             paths: tuple[str, ...]) -> prompts_lib.PromptDataset:
+def _dataset(
+  config: ConfigDict, encoder: PromptEncoder, paths: tuple[str, ...]
+) -> prompts_lib.PromptDataset:
   data = config.data
-  rows = [row for path in paths
-          for row in files.read_rows(path, skip_bad_rows=data.skip_bad_rows)]
+  rows = [
+    row
+    for path in paths
+    for row in files.read_rows(path, skip_bad_rows=data.skip_bad_rows)
+  ]
   return prompts_lib.build_dataset(
-      rows, encoder, prompt_key=data.prompt_key,
-      max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts,
-      name=", ".join(paths), skip_bad_rows=data.skip_bad_rows)
+    rows,
+    encoder,
+    prompt_key=data.prompt_key,
+    max_prompt_length=data.max_prompt_length,
+    overlong=data.overlong_prompts,
+    name=", ".join(paths),
+    skip_bad_rows=data.skip_bad_rows,
+  )
 
 
 def _eval_prompts(config: ConfigDict, encoder: PromptEncoder) -> list[Prompt]:
   if not config.data.eval_files:
     return []
   dataset = _dataset(config, encoder, tuple(config.data.eval_files))
-  return [Prompt(row.ids, row.prompt, row.text, row.row_id, row.row_id, row.columns)
-          for row in dataset.prompts[: config.trainer.eval_max_prompts]]
+  return [
+    Prompt(row.ids, row.prompt, row.text, row.row_id, row.row_id, row.columns)
+    for row in dataset.prompts[: config.trainer.eval_max_prompts]
+  ]
 
 
 def _check_model(config: ConfigDict, spec: ModelSpec) -> None:
   tp, data = config.mesh.train[1], config.data
-  sizes = {"num_attention_heads": spec.num_heads, "num_key_value_heads":
-           spec.num_kv_heads, "intermediate_size": spec.intermediate_size}
+  sizes = {
+    "num_attention_heads": spec.num_heads,
+    "num_key_value_heads": spec.num_kv_heads,
+    "intermediate_size": spec.intermediate_size,
+  }
   if any(size % tp for size in sizes.values()):
     allowed = [n for n in range(1, 65) if not any(s % n for s in sizes.values())]
-    raise ConfigError(f"mesh.train: tp={tp} does not divide the model's {sizes}; "
-                      f"allowed tp: {allowed}")
+    raise ConfigError(
+      f"mesh.train: tp={tp} does not divide the model's {sizes}; allowed tp: {allowed}"
+    )
   longest = data.max_prompt_length + data.max_response_length
   if longest > spec.max_positions:
     raise ConfigError(
-        f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-        f"model's max_position_embeddings {spec.max_positions}")
+      f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
+      f"model's max_position_embeddings {spec.max_positions}"
+    )

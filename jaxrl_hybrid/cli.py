@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 import os
 import sys
+from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid import config_reader
 from jaxrl_hybrid.errors import JaxrlError
 from jaxrl_hybrid.runtime import launch
 
@@ -18,7 +19,7 @@ USER_ERROR = 2  # exit code of a JaxrlError
 
 def load_config(argv: Sequence[str]) -> tuple[ConfigDict, str]:
   """Resolved config and its file's name; devices and numerics are set up."""
-  config, file = config_lib.from_argv(argv)
+  config, file = config_reader.from_argv(argv)
   config = config_lib.resolve(config)
   launch.setup(config)
   return config, file
@@ -26,8 +27,9 @@ def load_config(argv: Sequence[str]) -> tuple[ConfigDict, str]:
 
 def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]):
   """(parsed flags of this entry point, argv of the config)."""
-  parser.add_argument("--log_level", default="INFO",
-                      choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+  parser.add_argument(
+    "--log_level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+  )
   flags, rest = parser.parse_known_args(argv[1:])
   launch.setup_logging(flags.log_level)
   return flags, [argv[0], *rest]

@@ -8,17 +8,12 @@ them in, ``validate`` checks every value and combination.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 import dataclasses
 import difflib
-import json
-from pathlib import Path
-import re
+from collections.abc import Iterator
 from typing import Any
 
-from absl import flags
 from ml_collections import ConfigDict, config_dict
-from ml_collections.config_flags import config_flags
 
 from jaxrl_hybrid.algorithms import kl, losses, reduce
 from jaxrl_hybrid.algorithms.estimate import ESTIMATORS
@@ -32,64 +27,107 @@ def base() -> ConfigDict:
   """The defaults of every key; locked."""
   optional = config_dict.placeholder
   optim = lambda lr: dict(
-      lr=lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=1.0,
-      schedule="constant",  # constant | linear | cosine, after the warm-up
-      warmup_steps=0, min_lr_ratio=0.0)
-  config = ConfigDict(dict(
+    lr=lr,
+    weight_decay=0.01,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    clip_grad=1.0,
+    schedule="constant",  # constant | linear | cosine, after the warm-up
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+  )
+  config = ConfigDict(
+    dict(
       seed=0,
       mesh=dict(
-          train=(1, 1, 1),  # (pp, tp, dp)
-          generation=(1, 1),  # (p_g, t_g): what of pp and tp generation keeps
-          fake_devices=0),  # n > 0: n CPU devices instead of real ones
+        train=(1, 1, 1),  # (pp, tp, dp)
+        generation=(1, 1),  # (p_g, t_g): what of pp and tp generation keeps
+        fake_devices=0,
+      ),  # n > 0: n CPU devices instead of real ones
       model=dict(
-          path="",  # HF directory; empty: `random` below
-          random=dict(),  # HF config fields of a randomly initialised model
-          tokenizer="",  # directory, or task:NAME for a task's own symbols;
-                         # empty: model.path
-          # Of products: float32, bfloat16, or float16 (forward float16, backward
-          # bfloat16: the log-probs of trainer and engine agree eight times better).
-          dtype="bfloat16", param_dtype="float32",
-          attention="auto",  # auto | xla | cudnn
-          remat="full",  # none | full
-          logprob_chunk=512),  # positions whose logits exist at a time
+        path="",  # HF directory; empty: `random` below
+        random=dict(),  # HF config fields of a randomly initialised model
+        tokenizer="",  # directory, or task:NAME for a task's own symbols;
+        # empty: model.path
+        # Of products: float32, bfloat16, or float16 (forward float16, backward
+        # bfloat16: the log-probs of trainer and engine agree eight times better).
+        dtype="float16",
+        param_dtype="float32",
+        attention="auto",  # auto | xla | cudnn
+        remat="full",  # none | full
+        logprob_chunk=512,
+      ),  # positions whose logits exist at a time
       data=dict(
-          train_files=(), eval_files=(), prompt_key="prompt",
-          system_prompt=optional(str),
-          chat_template=optional(str),  # file; default: the tokenizer's
-          max_prompt_length=512, max_response_length=512,
-          overlong_prompts="drop",  # drop | truncate_left | error
-          skip_bad_rows=False, train_batch_size=32, shuffle=True,
-          curriculum=()),  # ((first_step, max_level), ...) on column `level`
+        train_files=(),
+        eval_files=(),
+        prompt_key="prompt",
+        system_prompt=optional(str),
+        chat_template=optional(str),  # file; default: the tokenizer's
+        max_prompt_length=512,
+        max_response_length=512,
+        overlong_prompts="drop",  # drop | truncate_left | error
+        skip_bad_rows=False,
+        train_batch_size=32,
+        shuffle=True,
+        curriculum=(),
+      ),  # ((first_step, max_level), ...) on column `level`
       rollout=dict(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_rows=256),
       rewards=dict(
-          functions=("exact_match",), weights=(1.0,),
-          on_error="raise",  # raise | zero | skip
-          timeout_s=60.0, num_workers=8, skip_special_tokens=True),
+        functions=("exact_match",),
+        weights=(1.0,),
+        on_error="raise",  # raise | zero | skip
+        timeout_s=60.0,
+        num_workers=8,
+        skip_special_tokens=True,
+      ),
       algorithm=dict(
-          name="grpo", adv_estimator=optional(str), gamma=1.0, lam=1.0,
-          norm_adv_by_std_in_grpo=optional(bool), whiten_advantages=optional(bool),
-          use_kl_in_reward=False, kl_penalty="k1",
-          kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000)),
+        name="grpo",
+        adv_estimator=optional(str),
+        gamma=1.0,
+        lam=1.0,
+        norm_adv_by_std_in_grpo=optional(bool),
+        whiten_advantages=optional(bool),
+        use_kl_in_reward=False,
+        kl_penalty="k1",
+        kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000),
+      ),
       actor=dict(
-          policy_loss=optional(str), loss_agg_mode=optional(str),
-          loss_scale_factor=optional(float),  # default: max_response_length
-          clip_ratio=0.2, clip_ratio_low=optional(float),
-          clip_ratio_high=optional(float), clip_ratio_c=3.0, entropy_coeff=0.0,
-          use_kl_loss=False, kl_loss_coef=0.001, kl_loss_type="k3",
-          mask_truncated=False,  # drop rows without EOS from the loss
-          ppo_mini_batch_size=optional(int),  # in prompts; default: the batch
-          ppo_micro_batch_size_per_device=optional(int),  # in sequences
-          ppo_epochs=1, optim=optim(1e-6)),
-      critic=dict(
-          path="", cliprange_value=0.5, warmup=0, optim=optim(1e-5)),
+        policy_loss=optional(str),
+        loss_agg_mode=optional(str),
+        loss_scale_factor=optional(float),  # default: max_response_length
+        clip_ratio=0.2,
+        clip_ratio_low=optional(float),
+        clip_ratio_high=optional(float),
+        clip_ratio_c=3.0,
+        entropy_coeff=0.0,
+        use_kl_loss=False,
+        kl_loss_coef=0.001,
+        kl_loss_type="k3",
+        mask_truncated=False,  # drop rows without EOS from the loss
+        ppo_mini_batch_size=optional(int),  # in prompts; default: the batch
+        ppo_micro_batch_size_per_device=optional(int),  # in sequences
+        ppo_epochs=1,
+        optim=optim(1e-6),
+      ),
+      critic=dict(path="", cliprange_value=0.5, warmup=0, optim=optim(1e-5)),
       trainer=dict(
-          total_steps=100, run_dir="",  # empty: runs/<config>-<time>
-          project="jaxrl_hybrid", experiment="",
-          trackers=(),  # beside metrics.jsonl: tensorboard, wandb
-          test_freq=10, val_before_train=True, eval_max_prompts=512,
-          save_freq=0, max_ckpt_to_keep=2,
-          resume_mode="auto",  # auto | disable
-          export_hf=True, sample_rows=4, compile_cache="")))
+        total_steps=100,
+        run_dir="",  # empty: runs/<config>-<time>
+        project="jaxrl_hybrid",
+        experiment="",
+        trackers=(),  # beside metrics.jsonl: tensorboard, wandb
+        test_freq=10,
+        val_before_train=True,
+        eval_max_prompts=512,
+        save_freq=50,
+        max_ckpt_to_keep=2,  # 0: no checkpoints
+        resume_mode="auto",  # auto | disable
+        export_hf=True,
+        sample_rows=4,
+        compile_cache="",
+      ),
+    )
+  )
   return config.lock()
 
 
@@ -109,63 +147,12 @@ class Sizes:
   def describe(self, total_steps: int) -> str:
     """A table for the user."""
     return (
-        f"batch: {self.prompts} prompts -> {self.sequences} sequences per step; "
-        f"{self.updates_per_step} update(s) of {self.mini_sequences} sequences in "
-        f"{self.accumulation} micro-batch(es) of {self.micro_sequences} "
-        f"({self.micro_sequences // self.dp} per device, dp={self.dp}); "
-        f"{total_steps} steps = {total_steps * self.updates_per_step} updates")
-
-
-def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:
-  """Reads ``--config FILE[:ARG] --config.key=value ...``; returns (config, file).
-
-  Raises:
-    ConfigError: no config, an unreadable one, an unknown key or a wrong type.
-  """
-  argv = _with_config_first(argv)
-  file = _config_file(argv)
-  values = flags.FlagValues()
-  holder = config_flags.DEFINE_config_file(
-      "config", flag_values=values, sys_argv=list(argv), lock_config=True)
-  try:
-    rest = values(list(argv))
-  except flags.UnrecognizedFlagError as error:
-    raise ConfigError(f"{error}; expected --config and --config.KEY=VALUE") from error
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-    raise ConfigError(_explain(error, argv)) from error
-  if rest[1:]:
-    raise ConfigError(f"unexpected arguments {rest[1:]}; expected --config.KEY=VALUE")
-  return holder.value, file
-
-
-def from_run(path: str | Path) -> ConfigDict:
-  """Reads the resolved config that a run wrote (``config.json``).
-
-  Raises:
-    ConfigError: there is no such file, or it is of another version.
-  """
-  try:
-    saved = json.loads(Path(path).read_text(encoding="utf-8"))
-  except (OSError, ValueError) as error:
-    raise ConfigError(f"cannot read the config of a run: {error}") from error
-  config = base()
-  with config.unlocked():
-    for key, value in flatten(ConfigDict(_tuples(saved))):
-      section = config
-      *path_to, name = key.split(".")
-      for part in path_to:
-        section = section[part]
-      if name not in section and path_to != ["model", "random"]:
-        raise ConfigError(f"{path}: unknown key {key!r}, from another version?")
-      section[name] = value
-  return config
-
-
-def _tuples(value: Any) -> Any:
-  """JSON has lists where a config has tuples."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+      f"batch: {self.prompts} prompts -> {self.sequences} sequences per step; "
+      f"{self.updates_per_step} update(s) of {self.mini_sequences} sequences in "
+      f"{self.accumulation} micro-batch(es) of {self.micro_sequences} "
+      f"({self.micro_sequences // self.dp} per device, dp={self.dp}); "
+      f"{total_steps} steps = {total_steps * self.updates_per_step} updates"
+    )
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -221,45 +208,73 @@ def flatten(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_choices(config: ConfigDict) -> None:
   for key, choices in {
-      "algorithm.adv_estimator": ESTIMATORS,
-      "algorithm.kl_penalty": kl.ESTIMATORS,
-      "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-      "actor.policy_loss": losses.POLICY_LOSSES,
-      "actor.loss_agg_mode": reduce.AGGREGATIONS,
-      "actor.kl_loss_type": kl.ESTIMATORS,
-      "actor.optim.schedule": ("constant", "linear", "cosine"),
-      "critic.optim.schedule": ("constant", "linear", "cosine"),
-      "model.dtype": ("float32", "bfloat16", "float16"),
-      "model.param_dtype": ("float32", "bfloat16"),
-      "model.attention": IMPLEMENTATIONS,
-      "model.remat": REMAT,
-      "data.overlong_prompts": ("drop", "truncate_left", "error"),
-      "rewards.on_error": ("raise", "zero", "skip"),
-      "trainer.resume_mode": ("auto", "disable"),
+    "algorithm.adv_estimator": ESTIMATORS,
+    "algorithm.kl_penalty": kl.ESTIMATORS,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "actor.policy_loss": losses.POLICY_LOSSES,
+    "actor.loss_agg_mode": reduce.AGGREGATIONS,
+    "actor.kl_loss_type": kl.ESTIMATORS,
+    "actor.optim.schedule": ("constant", "linear", "cosine"),
+    "critic.optim.schedule": ("constant", "linear", "cosine"),
+    "model.dtype": ("float32", "bfloat16", "float16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.attention": IMPLEMENTATIONS,
+    "model.remat": REMAT,
+    "data.overlong_prompts": ("drop", "truncate_left", "error"),
+    "rewards.on_error": ("raise", "zero", "skip"),
+    "trainer.resume_mode": ("auto", "disable"),
   }.items():
     _one_of(config, key, choices)
 
 
 def _check_ranges(config: ConfigDict) -> None:
   positive = (
-      "data.max_prompt_length", "data.max_response_length", "data.train_batch_size",
-      "rollout.n", "rollout.max_rows", "rewards.timeout_s", "rewards.num_workers",
-      "actor.ppo_mini_batch_size", "actor.ppo_micro_batch_size_per_device",
-      "actor.ppo_epochs", "actor.optim.lr", "actor.optim.clip_grad",
-      "actor.clip_ratio_low", "actor.clip_ratio_high", "actor.loss_scale_factor",
-      "critic.optim.lr", "critic.optim.clip_grad", "critic.cliprange_value",
-      "trainer.total_steps", "trainer.max_ckpt_to_keep", "trainer.eval_max_prompts",
-      "model.logprob_chunk", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.train_batch_size",
+    "rollout.n",
+    "rollout.max_rows",
+    "rewards.timeout_s",
+    "rewards.num_workers",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_micro_batch_size_per_device",
+    "actor.ppo_epochs",
+    "actor.optim.lr",
+    "actor.optim.clip_grad",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.loss_scale_factor",
+    "critic.optim.lr",
+    "critic.optim.clip_grad",
+    "critic.cliprange_value",
+    "trainer.total_steps",
+    "trainer.max_ckpt_to_keep",
+    "trainer.eval_max_prompts",
+    "model.logprob_chunk",
+    "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctrl.target_kl",
+  )
   for key in positive:
     _require(config, key, lambda v: v > 0, "> 0")
-  for key in ("trainer.test_freq", "trainer.save_freq", "critic.warmup",
-              "trainer.sample_rows", "actor.optim.warmup_steps",
-              "critic.optim.warmup_steps", "mesh.fake_devices", "seed"):
+  for key in (
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "critic.warmup",
+    "trainer.sample_rows",
+    "actor.optim.warmup_steps",
+    "critic.optim.warmup_steps",
+    "mesh.fake_devices",
+    "seed",
+  ):
     _require(config, key, lambda v: v >= 0, ">= 0")
   for key in ("algorithm.gamma", "algorithm.lam"):
     _require(config, key, lambda v: 0 <= v <= 1, "in [0, 1]")
-  _require(config, "rollout.temperature", lambda v: v > 0,
-           "> 0 (sampling and training share it; evaluation is greedy anyway)")
+  _require(
+    config,
+    "rollout.temperature",
+    lambda v: v > 0,
+    "> 0 (sampling and training share it; evaluation is greedy anyway)",
+  )
   _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
   _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
   _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
@@ -276,11 +291,15 @@ def _check_mesh(config: ConfigDict) -> None:
   pp, tp, _ = config.mesh.train
   p_g, t_g = config.mesh.generation
   if pp != 1:
-    raise ConfigError(f"mesh.train: expected pp=1, got pp={pp}; pipeline parallel "
-                      "training is not available yet, use tp and dp")
+    raise ConfigError(
+      f"mesh.train: expected pp=1, got pp={pp}; pipeline parallel "
+      "training is not available yet, use tp and dp"
+    )
   if pp % p_g or tp % t_g:
-    raise ConfigError(f"mesh.generation: (p_g, t_g)={(p_g, t_g)} must divide "
-                      f"(pp, tp)={(pp, tp)} of mesh.train")
+    raise ConfigError(
+      f"mesh.generation: (p_g, t_g)={(p_g, t_g)} must divide "
+      f"(pp, tp)={(pp, tp)} of mesh.train"
+    )
 
 
 def _check_rewards(config: ConfigDict) -> None:
@@ -289,17 +308,19 @@ def _check_rewards(config: ConfigDict) -> None:
     raise ConfigError("rewards.functions: expected at least one, got none")
   if len(functions) != len(weights):
     raise ConfigError(
-        f"rewards.weights: expected {len(functions)} numbers, one per entry of "
-        f"rewards.functions {tuple(functions)}, got {len(weights)}: {tuple(weights)}")
+      f"rewards.weights: expected {len(functions)} numbers, one per entry of "
+      f"rewards.functions {tuple(functions)}, got {len(weights)}: {tuple(weights)}"
+    )
 
 
 def _check_algorithm(config: ConfigDict) -> None:
   algorithm = config.algorithm
   if algorithm.adv_estimator == "grpo" and config.rollout.n < 2:
     raise ConfigError(
-        f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
-        f"and needs rollout.n >= 2, got {config.rollout.n}; set --config.rollout.n=8 "
-        "or use --config.algorithm.name=ppo or remax")
+      f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
+      f"and needs rollout.n >= 2, got {config.rollout.n}; set --config.rollout.n=8 "
+      "or use --config.algorithm.name=ppo or remax"
+    )
 
 
 def _check_batch(config: ConfigDict) -> Sizes:
@@ -308,16 +329,26 @@ def _check_batch(config: ConfigDict) -> Sizes:
   per_device = config.actor.ppo_micro_batch_size_per_device
   if prompts % mini:
     raise ConfigError(
-        f"actor.ppo_mini_batch_size (in prompts): expected a divisor of "
-        f"data.train_batch_size={prompts}, got {mini}")
+      f"actor.ppo_mini_batch_size (in prompts): expected a divisor of "
+      f"data.train_batch_size={prompts}, got {mini}"
+    )
   if (mini * n) % (per_device * dp):
     raise ConfigError(
-        f"a mini-batch has {mini} prompts x {n} samples = {mini * n} sequences; "
-        f"expected a multiple of actor.ppo_micro_batch_size_per_device={per_device} "
-        f"x dp={dp} = {per_device * dp}; change one of them or mesh.train")
+      f"a mini-batch has {mini} prompts x {n} samples = {mini * n} sequences; "
+      f"expected a multiple of actor.ppo_micro_batch_size_per_device={per_device} "
+      f"x dp={dp} = {per_device * dp}; change one of them or mesh.train"
+    )
   accumulation = mini * n // (per_device * dp)
-  return Sizes(prompts, prompts * n, prompts // mini, mini * n, per_device * dp,
-               accumulation, prompts // mini * config.actor.ppo_epochs, dp)
+  return Sizes(
+    prompts,
+    prompts * n,
+    prompts // mini,
+    mini * n,
+    per_device * dp,
+    accumulation,
+    prompts // mini * config.actor.ppo_epochs,
+    dp,
+  )
 
 
 def get(config: ConfigDict, key: str) -> Any:
@@ -339,55 +370,3 @@ def _one_of(config: ConfigDict, key: str, choices: Any) -> None:
     near = difflib.get_close_matches(str(value), list(choices), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{key}: expected one of {sorted(choices)}, got {value!r}{hint}")
-
-
-def _with_config_first(argv: Sequence[str]) -> list[str]:
-  """``--config FILE`` and ``--config=FILE`` alike, before the overrides."""
-  head, rest, pending = [], [], False
-  for arg in argv[1:]:
-    if pending:
-      head, pending = [f"--config={arg}"], False
-    elif arg in ("--config", "-config"):
-      pending = True
-    elif arg.startswith("--config="):
-      head = [arg]
-    else:
-      rest.append(arg)
-  if pending:
-    raise ConfigError("--config: expected a file after it, got nothing")
-  return [argv[0], *head, *rest]
-
-
-def _config_file(argv: Sequence[str]) -> str:
-  """FILE[:ARG] of ``--config``; it must exist, what it holds is not looked at."""
-  for arg in argv:
-    if arg.startswith("--config="):
-      file = arg.split("=", 1)[1]
-      if not Path(file.split(":")[0]).is_file():
-        raise ConfigError(f"--config: expected a Python file, got {file!r}")
-      return file
-  raise ConfigError("expected --config FILE, e.g. --config configs/quickstart.py")
-
-
-def _explain(error: Exception, argv: Sequence[str]) -> str:
-  keys = [key for key, _ in flatten(base())]
-  for arg in argv:
-    match = re.match(r"--config\.([\w.]+)", arg)
-    if match and match[1] not in keys and not match[1].startswith("model.random."):
-      near = _nearest(match[1], keys)
-      hint = f"; did you mean {near!r}?" if near else ""
-      return f"unknown config key {match[1]!r}{hint}"
-  text = str(error).strip()
-  if isinstance(error, AttributeError):
-    return f"the config file sets an unknown key: {text}"
-  return text or type(error).__name__
-
-
-def _nearest(key: str, keys: Sequence[str]) -> str | None:
-  """The nearest whole key, or the nearest by its last part."""
-  by_last = {k.rsplit(".", 1)[-1]: k for k in keys}
-  near = difflib.get_close_matches(key, keys, 1, 0.75)
-  if near:
-    return near[0]
-  near = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_last), 1)
-  return by_last[near[0]] if near else None

@@ -11,14 +11,14 @@ business. Deliberate differences from the HybridFlow paper's listing:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxrl_hybrid import evaluation
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
@@ -109,16 +109,21 @@ class Controller:
     """ReMax: the score of each prompt's greedy completion, by draw id."""
     greedy = self.actor.generate_sequences(prompts, greedy=True)
     result = self.reward.score(greedy)
-    baseline = dict(zip(greedy.draw_ids[result.valid].tolist(),
-                        result.scores[result.valid].tolist(), strict=True))
+    baseline = dict(
+      zip(
+        greedy.draw_ids[result.valid].tolist(),
+        result.scores[result.valid].tolist(),
+        strict=True,
+      )
+    )
     kept = [i for i, draw in enumerate(batch.draw_ids.tolist()) if draw in baseline]
     if not kept:
       raise RewardError("no greedy completion of this step got a valid reward")
     batch = batch.select(kept)
     scores = np.array([baseline[d] for d in batch.draw_ids.tolist()], np.float32)
     return batch.with_fields(
-        baseline_scores=scores,
-        metrics={"critic/baseline/mean": float(scores.mean())})
+      baseline_scores=scores, metrics={"critic/baseline/mean": float(scores.mean())}
+    )
 
   def evaluate(self) -> Metrics:
     """Greedy evaluation on the held-out prompts; prints some samples."""
@@ -131,9 +136,13 @@ class Controller:
 
   def save(self) -> None:
     """Writes a checkpoint of everything that the next step depends on."""
-    host = {"step": self.step, "stream": self.stream.state(),
-            "kl_coef": self.kl_controller.coef, "last_eval": self.last_eval,
-            "updates": {name: role.state.updates for name, role in self._trained()}}
+    host = {
+      "step": self.step,
+      "stream": self.stream.state(),
+      "kl_coef": self.kl_controller.coef,
+      "last_eval": self.last_eval,
+      "updates": {name: role.state.updates for name, role in self._trained()},
+    }
     self.checkpoints.save(self.step, self._arrays(), host)
 
   def resume(self, step: int) -> None:
@@ -153,12 +162,15 @@ class Controller:
     return [(name, role) for name, role in roles if role]
 
   def _arrays(self) -> dict[str, Any]:
-    return {name: {"params": role.state.params, "opt_state": role.state.opt_state}
-            for name, role in self._trained()}
+    return {
+      name: {"params": role.state.params, "opt_state": role.state.opt_state}
+      for name, role in self._trained()
+    }
 
   def _needs_old_log_probs(self, batch: Batch) -> bool:
-    return (self.algorithm.use_kl_in_reward
-            or self.actor.updates_per_batch(len(batch)) > 1)
+    return (
+      self.algorithm.use_kl_in_reward or self.actor.updates_per_batch(len(batch)) > 1
+    )
 
   def _is_due(self, frequency: int) -> bool:
     last = self.step == self.settings.total_steps
@@ -171,26 +183,38 @@ class Controller:
     if not batch.mask.any():
       logging.warning("step %d: every sequence is masked, the loss is 0", self.step)
     due = self._is_due(self.settings.test_freq)
-    self.recorder.samples(self.step, "train", evaluation.to_samples(batch),
-                          show=due and self.step == self.settings.total_steps)
+    self.recorder.samples(
+      self.step,
+      "train",
+      evaluation.to_samples(batch),
+      show=due and self.step == self.settings.total_steps,
+    )
 
 
 def _lengths(batch: Batch) -> Metrics:
   metrics = {}
-  for name, lengths in (("response_length", batch.response_lengths),
-                        ("prompt_length", batch.prompt_lengths)):
-    metrics |= {f"{name}/mean": float(lengths.mean()),
-                f"{name}/max": float(lengths.max()),
-                f"{name}/min": float(lengths.min())}
+  for name, lengths in (
+    ("response_length", batch.response_lengths),
+    ("prompt_length", batch.prompt_lengths),
+  ):
+    metrics |= {
+      f"{name}/mean": float(lengths.mean()),
+      f"{name}/max": float(lengths.max()),
+      f"{name}/min": float(lengths.min()),
+    }
   clipped = [reason == LENGTH for reason in batch.finish_reasons]
   total = int(batch.response_lengths.sum() + batch.prompt_lengths.sum())
-  return metrics | {"response_length/clip_ratio": float(np.mean(clipped)),
-                    "perf/total_num_tokens": total}
+  return metrics | {
+    "response_length/clip_ratio": float(np.mean(clipped)),
+    "perf/total_num_tokens": total,
+  }
 
 
 def _throughput(metrics: Metrics, timers: Timers) -> Metrics:
   timing = timers.metrics()
   seconds = timing["timing_s/step"] - timing.get("timing_s/testing", 0.0)
   tokens = metrics["perf/total_num_tokens"]
-  return timing | {"perf/throughput": tokens / seconds if seconds else math.nan,
-                   "perf/time_per_step": timing["timing_s/step"]}
+  return timing | {
+    "perf/throughput": tokens / seconds if seconds else math.nan,
+    "perf/time_per_step": timing["timing_s/step"],
+  }

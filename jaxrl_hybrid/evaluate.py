@@ -7,8 +7,8 @@ line of metrics. Nothing is trained, no optimizer is built.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 import json
+from collections.abc import Sequence
 
 from jaxrl_hybrid import build, cli, evaluation
 from jaxrl_hybrid.errors import ConfigError
@@ -21,15 +21,17 @@ def main(argv: Sequence[str]) -> None:
   flags, rest = cli.split_flags(parser, argv)
   del flags
   config, _ = cli.load_config(rest)
-  plan = build.inspect(config)
+  plan = build.inspect(config, training=False)
   if not plan.eval_prompts:
     raise ConfigError("data.eval_files: expected at least one file, got none")
   print(plan.describe(), flush=True)
   generator = build.make_generator(plan)
   params = build.make_params(plan, generator.dtype)
   metrics, samples = evaluation.evaluate(
-      lambda prompts: generator.generate(params, prompts, greedy=True),
-      plan.reward, plan.eval_prompts)
+    lambda prompts: generator.generate(params, prompts, greedy=True),
+    plan.reward,
+    plan.eval_prompts,
+  )
   Console(0).samples_table(samples[: config.trainer.sample_rows], "samples")
   print(json.dumps(metrics))
 

@@ -14,8 +14,9 @@ Sample = tuple[str, str, str | None, float]
 
 
 def evaluate(
-    generate: Callable[[Sequence[Prompt]], Batch], reward: RewardWorker,
-    prompts: Sequence[Prompt],
+  generate: Callable[[Sequence[Prompt]], Batch],
+  reward: RewardWorker,
+  prompts: Sequence[Prompt],
 ) -> tuple[dict[str, float], list[Sample]]:
   """Scores one completion per prompt.
 
@@ -33,12 +34,14 @@ def evaluate(
   samples = to_samples(batch)
   stopped = [reason == STOP for reason in batch.finish_reasons]
   metrics = {
-      "eval/reward": float(batch.scores.mean()),
-      "eval/response_length/mean": float(batch.response_lengths.mean()),
-      "eval/stopped": float(np.mean(stopped)),
-      "eval/samples": float(len(batch)),
+    "eval/reward": float(batch.scores.mean()),
+    "eval/response_length/mean": float(batch.response_lengths.mean()),
+    "eval/stopped": float(np.mean(stopped)),
+    "eval/samples": float(len(batch)),
   }
-  exact = [text.strip() == answer for _, text, answer, _ in samples if answer is not None]
+  exact = [
+    text.strip() == answer for _, text, answer, _ in samples if answer is not None
+  ]
   if exact:
     metrics["eval/exact_match"] = float(np.mean(exact))
   return metrics | _by_level(batch), samples
@@ -47,9 +50,11 @@ def evaluate(
 def to_samples(batch: Batch) -> list[Sample]:
   """The rows of a scored batch as the user sees them."""
   return [
-      (prompt.text, text, _answer(prompt), float(score))
-      for prompt, text, score in zip(
-          batch.prompts, batch.texts, batch.scores, strict=True)]
+    (prompt.text, text, _answer(prompt), float(score))
+    for prompt, text, score in zip(
+      batch.prompts, batch.texts, batch.scores, strict=True
+    )
+  ]
 
 
 def _answer(prompt: Prompt) -> str | None:
@@ -66,5 +71,7 @@ def _by_level(batch: Batch) -> dict[str, float]:
   found = sorted(set(levels.tolist()))
   if len(found) < 2:
     return {}
-  return {f"eval/reward/level_{level}": float(batch.scores[levels == level].mean())
-          for level in found}
+  return {
+    f"eval/reward/level_{level}": float(batch.scores[levels == level].mean())
+    for level in found
+  }

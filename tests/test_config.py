@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid import config_reader
 from jaxrl_hybrid.errors import ConfigError
 
 TINY = str(Path(__file__).with_name("tiny_config.py"))
@@ -13,7 +14,8 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 def load(*overrides):
   return config_lib.resolve(
-      config_lib.from_argv(["train", "--config", TINY, *overrides])[0])
+    config_reader.from_argv(["train", "--config", TINY, *overrides])[0]
+  )
 
 
 def fails(*overrides):
@@ -24,18 +26,21 @@ def fails(*overrides):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_shipped_configs_are_valid(path):
-  config, _ = config_lib.from_argv(["train", "--config", str(path)])
+  config, _ = config_reader.from_argv(["train", "--config", str(path)])
   config_lib.validate(config_lib.resolve(config))
   assert "python -m jaxrl_hybrid.train" in path.read_text()
 
 
-@pytest.mark.parametrize("typed,nearest", [
+@pytest.mark.parametrize(
+  "typed,nearest",
+  [
     ("--config.actor.optim.lerning_rate=1", "actor.optim.lr"),
     ("--config.actor.cliprato=0.1", "actor.clip_ratio"),
     ("--config.trainer.total_step=3", "trainer.total_steps"),
     ("--config.rollout.temprature=1", "rollout.temperature"),
     ("--config.train_batch_size=3", "data.train_batch_size"),
-])
+  ],
+)
 def test_a_typo_names_the_nearest_key(typed, nearest):
   message = fails(typed)
   assert typed.split("=")[0].removeprefix("--config.") in message
@@ -43,7 +48,9 @@ def test_a_typo_names_the_nearest_key(typed, nearest):
     assert nearest in message
 
 
-@pytest.mark.parametrize("overrides,words", [
+@pytest.mark.parametrize(
+  "overrides,words",
+  [
     (["--config.rollout.n=1"], ["rollout.n", ">= 2", "ppo"]),
     (["--config.rollout.temperature=0"], ["rollout.temperature", "> 0"]),
     (["--config.actor.ppo_mini_batch_size=3"], ["divisor", "8", "got 3"]),
@@ -62,7 +69,8 @@ def test_a_typo_names_the_nearest_key(typed, nearest):
     (["--config.data.train_files=()"], ["data.train_files"]),
     (["--confg.seed=1"], ["confg"]),
     (["stray"], ["stray"]),
-])
+  ],
+)
 def test_errors_say_expected_and_got(overrides, words):
   message = fails(*overrides)
   assert all(word in message for word in words), message
@@ -70,21 +78,25 @@ def test_errors_say_expected_and_got(overrides, words):
 
 def test_missing_config_file():
   with pytest.raises(ConfigError, match="nowhere.py"):
-    config_lib.from_argv(["train", "--config", "nowhere.py"])
+    config_reader.from_argv(["train", "--config", "nowhere.py"])
   with pytest.raises(ConfigError, match="expected --config FILE"):
-    config_lib.from_argv(["train"])
+    config_reader.from_argv(["train"])
 
 
 def test_config_may_stand_anywhere_and_in_both_spellings():
-  for argv in (["t", "--config.seed=3", "--config", TINY],
-               ["t", f"--config={TINY}", "--config.seed=3"]):
-    assert config_lib.from_argv(argv)[0].seed == 3
+  for argv in (
+    ["t", "--config.seed=3", "--config", TINY],
+    ["t", f"--config={TINY}", "--config.seed=3"],
+  ):
+    assert config_reader.from_argv(argv)[0].seed == 3
 
 
 def test_the_algorithm_sets_defaults_that_can_be_overridden():
   ppo = load("--config.algorithm.name=ppo")
   assert (ppo.algorithm.adv_estimator, ppo.algorithm.whiten_advantages) == ("gae", True)
-  mixed = load("--config.algorithm.name=remax", "--config.actor.loss_agg_mode=token-sum")
+  mixed = load(
+    "--config.algorithm.name=remax", "--config.actor.loss_agg_mode=token-sum"
+  )
   assert mixed.algorithm.adv_estimator == "remax"
   assert mixed.actor.loss_agg_mode == "token-sum"
 
@@ -97,8 +109,11 @@ def test_clip_ratio_alone_has_an_effect():
 
 
 def test_sizes_by_hand():
-  sizes = config_lib.validate(load("--config.actor.ppo_micro_batch_size_per_device=4",
-                                   "--config.actor.ppo_epochs=3"))
+  sizes = config_lib.validate(
+    load(
+      "--config.actor.ppo_micro_batch_size_per_device=4", "--config.actor.ppo_epochs=3"
+    )
+  )
   assert (sizes.prompts, sizes.sequences, sizes.mini_batches) == (8, 32, 2)
   assert (sizes.mini_sequences, sizes.micro_sequences, sizes.accumulation) == (16, 8, 2)
   assert sizes.updates_per_step == 6
@@ -107,7 +122,7 @@ def test_sizes_by_hand():
 def test_a_saved_config_reads_back_the_same(tmp_path):
   config = load()
   (tmp_path / "config.json").write_text(config.to_json_best_effort())
-  assert config_lib.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
+  assert config_reader.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
 
 
 def test_at_most_120_knobs():

@@ -2,10 +2,10 @@
 
 import json
 import os
-from pathlib import Path
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +18,14 @@ def run(*args, module="train", config=TINY, ok=True):
   """Runs an entry point in a fresh process; returns its output."""
   command = [sys.executable, "-m", f"jaxrl_hybrid.{module}"]
   command += ["--config", config] if config else []
-  done = subprocess.run([*command, *map(str, args)], capture_output=True, text=True,
-                        timeout=600, cwd=TESTS.parent,
-                        env=os.environ | {"JAX_PLATFORMS": "cpu"})
+  done = subprocess.run(
+    [*command, *map(str, args)],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    cwd=TESTS.parent,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+  )
   assert (done.returncode == 0) == ok, done.stdout[-3000:] + done.stderr[-3000:]
   assert "Traceback" not in done.stderr, done.stderr[-3000:]
   return done
@@ -32,16 +37,21 @@ def metrics_of(run_dir):
 
 
 def without_time(rows):
-  return [{k: v for k, v in row.items() if not k.startswith(("timing_s", "perf/"))}
-          for row in rows]
+  return [
+    {k: v for k, v in row.items() if not k.startswith(("timing_s", "perf/"))}
+    for row in rows
+  ]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
   """One uninterrupted run of four steps: (output, run_dir)."""
   run_dir = tmp_path_factory.mktemp("straight") / "run"
-  out = run(f"--config.trainer.run_dir={run_dir}", "--config.trainer.export_hf=True",
-            "--config.trainer.save_freq=2")
+  out = run(
+    f"--config.trainer.run_dir={run_dir}",
+    "--config.trainer.export_hf=True",
+    "--config.trainer.save_freq=2",
+  )
   return out.stdout, run_dir
 
 
@@ -51,19 +61,33 @@ def test_output_has_lines_table_and_last_line(straight):
   assert re.search(r"step 4/4 \| .*reward .*entropy .*gap .*grad .*lr .*tok/s", stdout)
   assert "eval samples at step 4" in stdout
   last = stdout.strip().splitlines()[-1]
-  assert re.fullmatch(r"run finished: eval/reward=\d\.\d\d .*run_dir=" + str(run_dir),
-                      last)
+  assert re.fullmatch(
+    r"run finished: eval/reward=\d\.\d\d .*run_dir=" + str(run_dir), last
+  )
 
 
 def test_metrics_have_the_documented_names(straight):
   rows = metrics_of(straight[1])
   assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3, 4]
   assert set(rows[1]) >= {
-      "actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/lr",
-      "actor/pg_clipfrac", "critic/rewards/mean", "critic/advantages/mean",
-      "rollout_train_logprob_diff_mean", "rollout_train_logprob_diff_max",
-      "timing_s/gen", "timing_s/update_actor", "timing_s/step", "response_length/mean",
-      "prompt_length/mean", "response_length/clip_ratio", "perf/throughput"}
+    "actor/pg_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/lr",
+    "actor/pg_clipfrac",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "rollout_train_logprob_diff_mean",
+    "rollout_train_logprob_diff_max",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/step",
+    "response_length/mean",
+    "prompt_length/mean",
+    "response_length/clip_ratio",
+    "perf/throughput",
+  }
   assert "eval/reward" in rows[2] and "eval/reward" not in rows[1]
   for row in rows[1:]:
     assert row["rollout_train_logprob_diff_mean"] < 1e-5
@@ -75,7 +99,9 @@ def test_run_directory_is_complete(straight):
   run_dir = straight[1]
   config = json.loads((run_dir / "config.json").read_text())
   assert config["algorithm"]["adv_estimator"] == "grpo"
-  samples = [json.loads(l) for l in (run_dir / "samples.jsonl").read_text().splitlines()]
+  samples = [
+    json.loads(l) for l in (run_dir / "samples.jsonl").read_text().splitlines()
+  ]
   assert {s["kind"] for s in samples} == {"train", "eval"}
   assert {"prompt", "completion", "answer", "reward", "step"} <= set(samples[0])
 
@@ -83,6 +109,7 @@ def test_run_directory_is_complete(straight):
 def test_exported_model_loads_in_transformers(straight):
   pytest.importorskip("torch")
   from transformers import AutoModelForCausalLM, AutoTokenizer
+
   model = AutoModelForCausalLM.from_pretrained(straight[1] / "hf")
   tokenizer = AutoTokenizer.from_pretrained(straight[1] / "hf")
   ids = tokenizer("copy a b :", return_tensors="pt")
@@ -92,6 +119,7 @@ def test_exported_model_loads_in_transformers(straight):
 def test_export_of_a_checkpoint_equals_the_final_model(straight, tmp_path):
   run("--run_dir", straight[1], "--out", tmp_path / "hf", module="export", config=None)
   from jaxrl_hybrid.models.hf.load import Checkpoint
+
   with Checkpoint(straight[1] / "hf") as a, Checkpoint(tmp_path / "hf") as b:
     assert a.names() == b.names()
     for name in a.names():
@@ -100,8 +128,12 @@ def test_export_of_a_checkpoint_equals_the_final_model(straight, tmp_path):
 
 def test_evaluate_reads_the_exported_model(straight):
   model = straight[1] / "hf"
-  out = run(f"--config.model.path={model}", f"--config.model.tokenizer={model}",
-            "--config.model.random={}", module="evaluate")
+  out = run(
+    f"--config.model.path={model}",
+    f"--config.model.tokenizer={model}",
+    "--config.model.random={}",
+    module="evaluate",
+  )
   reward = json.loads(out.stdout.strip().splitlines()[-1])["eval/reward"]
   assert reward == pytest.approx(metrics_of(straight[1])[-1]["eval/reward"], abs=1e-6)
 
@@ -112,13 +144,18 @@ def test_resume_equals_the_uninterrupted_run(straight, tmp_path):
   out = run(*common)
   assert "resumed from step 2" in out.stdout
   assert without_time(metrics_of(tmp_path / "run")) == without_time(
-      metrics_of(straight[1]))
+    metrics_of(straight[1])
+  )
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "remax"])
 def test_one_line_changes_the_algorithm(algorithm, tmp_path):
-  run(f"--config.algorithm.name={algorithm}", f"--config.trainer.run_dir={tmp_path}/run",
-      "--config.actor.use_kl_loss=True", "--config.actor.ppo_epochs=2")
+  run(
+    f"--config.algorithm.name={algorithm}",
+    f"--config.trainer.run_dir={tmp_path}/run",
+    "--config.actor.use_kl_loss=True",
+    "--config.actor.ppo_epochs=2",
+  )
   last = metrics_of(tmp_path / "run")[-1]
   assert ("critic/vf_loss" in last) == (algorithm == "ppo")
   assert ("critic/baseline/mean" in last) == (algorithm == "remax")
@@ -127,12 +164,16 @@ def test_one_line_changes_the_algorithm(algorithm, tmp_path):
 
 
 def test_resume_with_a_critic_and_kl_in_the_reward(tmp_path):
-  common = ["--config.algorithm.name=ppo", "--config.trainer.save_freq=2",
-            "--config.algorithm.use_kl_in_reward=True",
-            "--config.algorithm.kl_ctrl.type=adaptive"]
+  common = [
+    "--config.algorithm.name=ppo",
+    "--config.trainer.save_freq=2",
+    "--config.algorithm.use_kl_in_reward=True",
+    "--config.algorithm.kl_ctrl.type=adaptive",
+  ]
   run(*common, f"--config.trainer.run_dir={tmp_path}/a")
-  run(*common, f"--config.trainer.run_dir={tmp_path}/b",
-      "--config.trainer.total_steps=2")
+  run(
+    *common, f"--config.trainer.run_dir={tmp_path}/b", "--config.trainer.total_steps=2"
+  )
   run(*common, f"--config.trainer.run_dir={tmp_path}/b")
   rows = metrics_of(tmp_path / "a")
   assert without_time(metrics_of(tmp_path / "b")) == without_time(rows)
@@ -147,7 +188,9 @@ def test_dry_run_loads_nothing(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("override,words", [
+@pytest.mark.parametrize(
+  "override,words",
+  [
     ("--config.actor.cliprato=1", ["cliprato", "actor.clip_ratio"]),
     ("--config.rewards.functions=('symbolmatch',)", ["symbolmatch", "symbol_match"]),
     ("--config.data.train_files=('no.jsonl',)", ["no.jsonl"]),
@@ -155,7 +198,8 @@ def test_dry_run_loads_nothing(tmp_path):
     ("--config.mesh.train=(1,4,1)", ["tp=4", "num_key_value_heads"]),
     ("--config.mesh.train=(1,2,8)", ["16 devices", "got 4"]),
     ("--config.trainer.trackers=('wandbb',)", ["wandbb", "wandb"]),
-])
+  ],
+)
 def test_user_errors_are_one_message(override, words, tmp_path):
   out = run(override, f"--config.trainer.run_dir={tmp_path}/run", ok=False)
   assert out.returncode == 2
@@ -163,7 +207,39 @@ def test_user_errors_are_one_message(override, words, tmp_path):
   assert len(out.stderr.strip().splitlines()) <= 4
 
 
+def test_a_finished_run_is_not_overwritten(tmp_path):
+  common = [
+    f"--config.trainer.run_dir={tmp_path}/run",
+    "--config.trainer.total_steps=1",
+  ]
+  run(*common)
+  before = (tmp_path / "run" / "metrics.jsonl").read_text()
+  out = run(*common, ok=False)
+  assert out.returncode == 2 and "holds a run" in out.stderr
+  assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_evaluation_needs_no_training_data_and_takes_other_columns(tmp_path):
+  rows = [
+    {"question": "copy a b :", "answer": "a b"},
+    {"question": "copy c :", "answer": "c"},
+  ]
+  file = tmp_path / "eval.jsonl"
+  file.write_text("\n".join(json.dumps(row) for row in rows))
+  out = run(
+    f"--config.data.eval_files=('{file}',)",
+    "--config.data.prompt_key=question",
+    module="evaluate",
+  )
+  metrics = json.loads(out.stdout.strip().splitlines()[-1])
+  assert metrics["eval/samples"] == 2 and 0 <= metrics["eval/reward"] <= 1
+
+
 def test_checkpoint_of_another_model_is_refused(straight, tmp_path):
-  out = run(f"--config.trainer.run_dir={straight[1]}", "--config.trainer.total_steps=9",
-            "--config.model.random.hidden_size=16", ok=False)
+  out = run(
+    f"--config.trainer.run_dir={straight[1]}",
+    "--config.trainer.total_steps=9",
+    "--config.model.random.hidden_size=16",
+    ok=False,
+  )
   assert out.returncode == 2 and "does not fit this config" in out.stderr

@@ -9,10 +9,18 @@ TASK = "task:symbols?min=1&max=3&symbols=6"
 
 def get_config() -> ConfigDict:
   config = config_lib.base()
-  config.model.random = ConfigDict(dict(
-      model_type="qwen2", hidden_size=32, intermediate_size=48,
-      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-      max_position_embeddings=64, initializer_range=0.1))
+  config.model.random = ConfigDict(
+    dict(
+      model_type="qwen2",
+      hidden_size=32,
+      intermediate_size=48,
+      num_hidden_layers=2,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      max_position_embeddings=64,
+      initializer_range=0.1,
+    )
+  )
   config.model.tokenizer = TASK
   config.model.dtype = "float32"
   config.mesh.fake_devices = 4
@@ -29,5 +37,6 @@ def get_config() -> ConfigDict:
   config.critic.optim.lr = 1e-3
   config.trainer.total_steps = 4
   config.trainer.test_freq = 2
+  config.trainer.save_freq = 0
   config.trainer.export_hf = False
   return config

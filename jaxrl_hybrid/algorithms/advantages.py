@@ -13,8 +13,12 @@ EPSILON = 1e-6
 
 
 def gae(
-    rewards_NR: np.ndarray, values_NR: np.ndarray, mask_NR: np.ndarray, *,
-    gamma: float, lam: float,
+  rewards_NR: np.ndarray,
+  values_NR: np.ndarray,
+  mask_NR: np.ndarray,
+  *,
+  gamma: float,
+  lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438).
 
@@ -39,7 +43,9 @@ def gae(
   return advantages, returns.astype(np.float32)
 
 
-def grpo(scores_N: np.ndarray, groups_N: np.ndarray, *, norm_by_std: bool) -> np.ndarray:
+def grpo(
+  scores_N: np.ndarray, groups_N: np.ndarray, *, norm_by_std: bool
+) -> np.ndarray:
   """Group-relative advantage (Shao et al. 2024, arXiv:2402.03300), one per row.
 
   ``(R - mean_g) / (std_g + 1e-6)`` with the unbiased std (n - 1);
@@ -60,7 +66,7 @@ def grpo(scores_N: np.ndarray, groups_N: np.ndarray, *, norm_by_std: bool) -> np
 
 
 def remax(
-    rewards_NR: np.ndarray, baseline_N: np.ndarray, mask_NR: np.ndarray
+  rewards_NR: np.ndarray, baseline_N: np.ndarray, mask_NR: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
   """ReMax (Li et al. 2024, arXiv:2310.10505).
 

@@ -10,8 +10,13 @@ Metrics = dict[str, jax.Array]
 
 
 def vanilla(
-    log_probs: jax.Array, old_log_probs: jax.Array, advantages: jax.Array, *,
-    clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float,
+  log_probs: jax.Array,
+  old_log_probs: jax.Array,
+  advantages: jax.Array,
+  *,
+  clip_ratio_low: float,
+  clip_ratio_high: float,
+  clip_ratio_c: float,
 ) -> tuple[jax.Array, Metrics]:
   """PPO's clipped loss (arXiv:1707.06347) with dual clip (arXiv:1912.09729).
 
@@ -30,15 +35,15 @@ def vanilla(
   bound = -advantages * clip_ratio_c
   loss = jnp.where(advantages < 0, jnp.minimum(worse, bound), worse)
   metrics = {
-      "pg_clipfrac": clipped > plain,
-      "pg_clipfrac_lower": (advantages < 0) & (worse > bound),
-      "ppo_kl": -log_ratio,
+    "pg_clipfrac": clipped > plain,
+    "pg_clipfrac_lower": (advantages < 0) & (worse > bound),
+    "ppo_kl": -log_ratio,
   }
   return loss, metrics
 
 
 def value_loss(
-    values: jax.Array, returns: jax.Array, old_values: jax.Array, *, cliprange: float
+  values: jax.Array, returns: jax.Array, old_values: jax.Array, *, cliprange: float
 ) -> tuple[jax.Array, Metrics]:
   """``0.5 max((V - R)^2, (V_clipped - R)^2)``, V within cliprange of V_old.
 

@@ -7,30 +7,30 @@ from typing import Any
 
 # Keys are dotted config keys whose base value is None ("as the algorithm says").
 PRESETS: dict[str, dict[str, Any]] = {
-    # Schulman et al. 2017, with a critic and GAE.
-    "ppo": {
-        "algorithm.adv_estimator": "gae",
-        "algorithm.whiten_advantages": True,
-        "algorithm.norm_adv_by_std_in_grpo": True,
-        "actor.policy_loss": "vanilla",
-        "actor.loss_agg_mode": "token-mean",
-    },
-    # Shao et al. 2024: the group replaces the critic.
-    "grpo": {
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.whiten_advantages": False,
-        "algorithm.norm_adv_by_std_in_grpo": True,
-        "actor.policy_loss": "vanilla",
-        "actor.loss_agg_mode": "token-mean",
-    },
-    # Li et al. 2024: the greedy completion's reward replaces the critic.
-    "remax": {
-        "algorithm.adv_estimator": "remax",
-        "algorithm.whiten_advantages": False,
-        "algorithm.norm_adv_by_std_in_grpo": True,
-        "actor.policy_loss": "vanilla",
-        "actor.loss_agg_mode": "token-mean",
-    },
+  # Schulman et al. 2017, with a critic and GAE.
+  "ppo": {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.whiten_advantages": True,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "actor.policy_loss": "vanilla",
+    "actor.loss_agg_mode": "token-mean",
+  },
+  # Shao et al. 2024: the group replaces the critic.
+  "grpo": {
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.whiten_advantages": False,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "actor.policy_loss": "vanilla",
+    "actor.loss_agg_mode": "token-mean",
+  },
+  # Li et al. 2024: the greedy completion's reward replaces the critic.
+  "remax": {
+    "algorithm.adv_estimator": "remax",
+    "algorithm.whiten_advantages": False,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "actor.policy_loss": "vanilla",
+    "actor.loss_agg_mode": "token-mean",
+  },
 }
 
 

@@ -13,8 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum",
-                "seq-mean-token-sum-norm", "seq-mean-token-mean")
+AGGREGATIONS = (
+  "token-mean",
+  "token-sum",
+  "seq-mean-token-sum",
+  "seq-mean-token-sum-norm",
+  "seq-mean-token-mean",
+)
 
 
 class Totals(NamedTuple):
@@ -32,12 +37,20 @@ class Totals(NamedTuple):
 
 def totals(mask: jax.Array) -> Totals:
   """Totals of a bool mask ``[..., T]`` whose other axes are sequences."""
-  return Totals(jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32),
-                jnp.maximum(jnp.sum(jnp.any(mask, -1)), 1).astype(jnp.float32))
+  return Totals(
+    jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32),
+    jnp.maximum(jnp.sum(jnp.any(mask, -1)), 1).astype(jnp.float32),
+  )
 
 
-def aggregate(loss_BT: jax.Array, mask_BT: jax.Array, total: Totals, *,
-              mode: str, scale: float = 1.0) -> jax.Array:
+def aggregate(
+  loss_BT: jax.Array,
+  mask_BT: jax.Array,
+  total: Totals,
+  *,
+  mode: str,
+  scale: float = 1.0,
+) -> jax.Array:
   """A micro-batch's share of the mini-batch loss (verl's ``agg_loss`` modes).
 
   token-mean: sum over tokens / tokens.  token-sum: sum over tokens.

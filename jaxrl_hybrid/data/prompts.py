@@ -72,9 +72,7 @@ class PromptDataset:
     lengths = [len(row.ids) for row in self.prompts]
     names = ("min", "median", "90%", "99%", "max")
     values = np.quantile(lengths, (0, 0.5, 0.9, 0.99, 1))
-    quantiles = ", ".join(
-      f"{n} {v:,.0f}" for n, v in zip(names, values, strict=True)
-    )
+    quantiles = ", ".join(f"{n} {v:,.0f}" for n, v in zip(names, values, strict=True))
     return (
       f"{self.name}: {len(self):,} prompts of {self.total:,} rows\n"
       f"prompt tokens: {quantiles}\n"

@@ -7,13 +7,14 @@ unrolled for generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.models import layers, params as params_lib, rope
+from jaxrl_hybrid.models import layers, rope
+from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention, logprob, matmul
@@ -61,7 +62,7 @@ class Decoder:
     return self._norm(params, x_BTD)
 
   def prefill(
-      self, params: Params, tokens_BP: jax.Array
+    self, params: Params, tokens_BP: jax.Array
   ) -> tuple[jax.Array, list[KVCache]]:
     """Hidden states ``[B, P, D]`` and each layer's keys and values of P."""
     x_BTD, cos, sin = self._embed(params, tokens_BP, jnp.int32(0))
@@ -78,8 +79,11 @@ class Decoder:
     return self._norm(params, x_BTD), caches
 
   def decode(
-      self, params: Params, tokens_B: jax.Array, positions_B: jax.Array,
-      caches: Sequence[KVCache],
+    self,
+    params: Params,
+    tokens_B: jax.Array,
+    positions_B: jax.Array,
+    caches: Sequence[KVCache],
   ) -> tuple[jax.Array, list[KVCache]]:
     """One token per row: hidden ``[B, D]``, caches with the token written."""
     x_BTD, cos, sin = self._embed(params, tokens_B[:, None], positions_B[:, None])
@@ -90,8 +94,9 @@ class Decoder:
       def attend(q, k, v, k_BSKA=k_BSKA, v_BSKA=v_BSKA):
         k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0].astype(self.dtype))
         v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0].astype(self.dtype))
-        out = attention.cached(q, k_BSKA, v_BSKA, positions_B + 1,
-                               implementation=self.attention)
+        out = attention.cached(
+          q, k_BSKA, v_BSKA, positions_B + 1, implementation=self.attention
+        )
         return out, (k_BSKA, v_BSKA)
 
       layer = params_lib.bind_layer(self.spec, layer_params)
@@ -111,7 +116,7 @@ class Decoder:
     return logprob.mask_padded_vocab(logits_BV, self.spec.vocab_size)
 
   def token_log_probs(
-      self, params: Params, tokens_BT: jax.Array, *, temperature: float, chunk: int
+    self, params: Params, tokens_BT: jax.Array, *, temperature: float, chunk: int
   ) -> tuple[jax.Array, jax.Array]:
     """fp32 (log-prob, entropy) ``[B, T]`` of each token given those before.
 
@@ -119,9 +124,14 @@ class Decoder:
     """
     hidden_BTD = self.hidden(params, tokens_BT)
     log_probs, entropy = logprob.token_log_probs(
-        hidden_BTD[:, :-1], self.head(params), tokens_BT[:, 1:],
-        temperature=temperature, vocab_size=self.spec.vocab_size, chunk=chunk,
-        dtype=self.dtype)
+      hidden_BTD[:, :-1],
+      self.head(params),
+      tokens_BT[:, 1:],
+      temperature=temperature,
+      vocab_size=self.spec.vocab_size,
+      chunk=chunk,
+      dtype=self.dtype,
+    )
     return _shift_right(log_probs), _shift_right(entropy)
 
   def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
@@ -133,13 +143,15 @@ class Decoder:
   def _embed(self, params, tokens_BT, positions):
     x_BTD = params["embed"]["kernel"][tokens_BT].astype(self.dtype)
     positions_BT = positions + jnp.broadcast_to(
-        jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+      jnp.arange(tokens_BT.shape[1]), tokens_BT.shape
+    )
     cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
     return self._pin(x_BTD.astype(jnp.float32)), cos, sin
 
   def _causal(self, q_BTHA, k_BTKA, v_BTKA):
-    return attention.causal(q_BTHA, k_BTKA, v_BTKA, dtype=self.dtype,
-                            implementation=self.attention)
+    return attention.causal(
+      q_BTHA, k_BTKA, v_BTKA, dtype=self.dtype, implementation=self.attention
+    )
 
   def _norm(self, params, x_BTD):
     return layers.rms_norm(x_BTD, params["norm"]["scale"], self.spec.rms_norm_eps)

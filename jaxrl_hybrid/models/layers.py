@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxrl_hybrid.models import rope
 from jaxrl_hybrid.models.spec import ModelSpec
@@ -30,12 +30,22 @@ class Projection(nnx.Module):
   ``row``: kernel ``[in, out]``, the input dim carries ``axis``.
   """
 
-  def __init__(self, size: int, hidden: int, axis: str, *, kind: str,
-               bias: bool, std: float, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    size: int,
+    hidden: int,
+    axis: str,
+    *,
+    kind: str,
+    bias: bool,
+    std: float,
+    rngs: nnx.Rngs,
+  ):
     self.kind = kind
     self.kernel = nnx.Param(
-        std * jax.random.normal(rngs.params(), (size, hidden), jnp.float32),
-        logical_axes=(axis, "embed"))
+      std * jax.random.normal(rngs.params(), (size, hidden), jnp.float32),
+      logical_axes=(axis, "embed"),
+    )
     if bias:
       width, name = (size, axis) if kind == "column" else (hidden, "embed")
       self.bias = nnx.Param(jnp.zeros((width,), jnp.float32), logical_axes=(name,))
@@ -76,24 +86,45 @@ class Attention(nnx.Module):
     std, out_std = _stds(spec)
 
     def column(size: int, axis: str) -> Projection:
-      return Projection(size, spec.hidden_size, axis, kind="column",
-                        bias=spec.qkv_bias, std=std, rngs=rngs)
+      return Projection(
+        size,
+        spec.hidden_size,
+        axis,
+        kind="column",
+        bias=spec.qkv_bias,
+        std=std,
+        rngs=rngs,
+      )
 
     self.q = column(width, "heads")
     self.k = column(kv_width, "kv_heads")
     self.v = column(kv_width, "kv_heads")
-    self.o = Projection(width, spec.hidden_size, "heads", kind="row",
-                        bias=spec.out_bias, std=out_std, rngs=rngs)
+    self.o = Projection(
+      width,
+      spec.hidden_size,
+      "heads",
+      kind="row",
+      bias=spec.out_bias,
+      std=out_std,
+      rngs=rngs,
+    )
     if spec.qk_norm:
       self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
       self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
 
-  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array,
-               attend: Attend, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+    dtype: jnp.dtype,
+  ) -> tuple[jax.Array, Any]:
     rows, length, _ = x_BTD.shape
     heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
     q_BTHA, k_BTKA, v_BTKA = (
-        heads(projection(x_BTD, dtype)) for projection in (self.q, self.k, self.v))
+      heads(projection(x_BTD, dtype)) for projection in (self.q, self.k, self.v)
+    )
     if self.spec.qk_norm:
       q_BTHA, k_BTKA = self.q_norm(q_BTHA), self.k_norm(k_BTKA)
     q_BTHA, k_BTKA = rope.rotate(q_BTHA, cos, sin), rope.rotate(k_BTKA, cos, sin)
@@ -108,8 +139,15 @@ class MLP(nnx.Module):
     std, out_std = _stds(spec)
 
     def projection(kind: str, std: float) -> Projection:
-      return Projection(spec.intermediate_size, spec.hidden_size, "mlp", kind=kind,
-                        bias=spec.mlp_bias, std=std, rngs=rngs)
+      return Projection(
+        spec.intermediate_size,
+        spec.hidden_size,
+        "mlp",
+        kind=kind,
+        bias=spec.mlp_bias,
+        std=std,
+        rngs=rngs,
+      )
 
     self.gate = projection("column", std)
     self.up = projection("column", std)
@@ -134,8 +172,14 @@ class DecoderLayer(nnx.Module):
     self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
     self.mlp = MLP(spec, rngs=rngs)
 
-  def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array,
-               attend: Attend, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+    dtype: jnp.dtype,
+  ) -> tuple[jax.Array, Any]:
     attended, kept = self.attn(self.attn_norm(x_BTD), cos, sin, attend, dtype)
     x_BTD = x_BTD + attended
     return x_BTD + self.mlp(self.mlp_norm(x_BTD), dtype), kept
@@ -144,11 +188,13 @@ class DecoderLayer(nnx.Module):
 class Table(nnx.Module):
   """``[rows, D]`` kernel: token embedding, LM head or value head."""
 
-  def __init__(self, rows: int, hidden: int, axis: str | None, *, std: float,
-               rngs: nnx.Rngs):
+  def __init__(
+    self, rows: int, hidden: int, axis: str | None, *, std: float, rngs: nnx.Rngs
+  ):
     self.kernel = nnx.Param(
-        std * jax.random.normal(rngs.params(), (rows, hidden), jnp.float32),
-        logical_axes=(axis, "embed"))
+      std * jax.random.normal(rngs.params(), (rows, hidden), jnp.float32),
+      logical_axes=(axis, "embed"),
+    )
 
 
 def _stds(spec: ModelSpec) -> tuple[float, float]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxrl_hybrid.models import layers
 from jaxrl_hybrid.models.spec import ModelSpec
@@ -20,11 +20,14 @@ Params = dict[str, Any]
 LM, VALUE = "lm", "value"  # heads
 
 
-def init_params(spec: ModelSpec, key: jax.Array, *, vocab: int, head: str = LM) -> Params:
+def init_params(
+  spec: ModelSpec, key: jax.Array, *, vocab: int, head: str = LM
+) -> Params:
   """Random fp32 parameters; ``vocab`` is the padded vocabulary size."""
   keys = jax.random.split(key, spec.num_layers + 1)
-  tree = {name: _pure(module) for name, module in
-          _outer(spec, keys[0], vocab, head).items()}
+  tree = {
+    name: _pure(module) for name, module in _outer(spec, keys[0], vocab, head).items()
+  }
   make_layer = lambda k: _pure(layers.DecoderLayer(spec, rngs=nnx.Rngs(k)))
   tree["layers"] = jax.vmap(make_layer)(keys[1:])
   return tree
@@ -44,20 +47,21 @@ def abstract_params(spec: ModelSpec, *, vocab: int, head: str = LM) -> Params:
 def compute_copy(params: Params, dtype: jnp.dtype) -> Params:
   """Kernels in the compute dtype, as products round them; the rest unchanged."""
   return jax.tree_util.tree_map_with_path(
-      lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf,
-      params)
+    lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf, params
+  )
 
 
 def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
   """The same tree with a tuple of logical axis names at each leaf."""
   abstract = nnx.eval_shape(
-      lambda: _outer(spec, jax.random.key(0), spec.vocab_size, head))
+    lambda: _outer(spec, jax.random.key(0), spec.vocab_size, head)
+  )
   tree = {name: _axes(module) for name, module in abstract.items()}
-  layer = nnx.eval_shape(
-      lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0)))
+  layer = nnx.eval_shape(lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0)))
   stack = lambda axes: ("layers", *axes)
-  tree["layers"] = jax.tree.map(stack, _axes(layer),
-                                is_leaf=lambda x: isinstance(x, tuple))
+  tree["layers"] = jax.tree.map(
+    stack, _axes(layer), is_leaf=lambda x: isinstance(x, tuple)
+  )
   return tree
 
 
@@ -71,8 +75,7 @@ def bind_layer(spec: ModelSpec, params: Params) -> layers.DecoderLayer:
 
 @functools.lru_cache(maxsize=16)
 def _layer_structure(spec: ModelSpec) -> tuple[Any, Any]:
-  return nnx.split(nnx.eval_shape(
-      lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0))))
+  return nnx.split(nnx.eval_shape(lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0))))
 
 
 def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, Any]:
@@ -81,8 +84,10 @@ def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, 
   # Unit-variance embeddings (as in T5) keep the token in front in the residual
   # stream, which tiny models learn from much faster; a tied table is a head too.
   embed_std = std if spec.tie_word_embeddings else 1.0
-  modules = {"embed": table(vocab, axis="vocab", std=embed_std),
-             "norm": layers.RMSNorm(spec.hidden_size, spec.rms_norm_eps)}
+  modules = {
+    "embed": table(vocab, axis="vocab", std=embed_std),
+    "norm": layers.RMSNorm(spec.hidden_size, spec.rms_norm_eps),
+  }
   if head == VALUE:
     modules["value_head"] = table(1, axis=None, std=std)
   elif not spec.tie_word_embeddings:

@@ -22,14 +22,15 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[np.ndarray, floa
       (Peng et al. 2023, arXiv:2309.00071).
   """
   inv_freq = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-  scaled = {"default": _default, "linear": _linear, "llama3": _llama3,
-            "yarn": _yarn}[rope.kind]
+  scaled = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[
+    rope.kind
+  ]
   inv_freq, attention_factor = scaled(rope, inv_freq, head_dim)
   return inv_freq.astype(np.float32), attention_factor
 
 
 def cos_sin(
-    rope: RopeSpec, head_dim: int, positions_BT: jax.Array
+  rope: RopeSpec, head_dim: int, positions_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns fp32 cos and sin ``[B, T, A/2]`` at the given positions."""
   inv_freq, factor = inverse_frequencies(rope, head_dim)
@@ -42,7 +43,8 @@ def rotate(x_BTHA: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   first, second = jnp.split(x_BTHA.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[:, :, None], sin[:, :, None]
   rotated = jnp.concatenate(
-      [first * cos - second * sin, second * cos + first * sin], axis=-1)
+    [first * cos - second * sin, second * cos + first * sin], axis=-1
+  )
   return rotated.astype(x_BTHA.dtype)
 
 
@@ -67,13 +69,17 @@ def _llama3(rope, inv_freq, head_dim):
 
 
 def _yarn(rope, inv_freq, head_dim):
-  context = rope.option("original_max_position_embeddings",
-                        rope.option("max_positions"))
+  context = rope.option(
+    "original_max_position_embeddings", rope.option("max_positions")
+  )
   factor = rope.option("factor", rope.option("max_positions") / context)
 
   def dim_of(rotations: float) -> float:
-    return (head_dim * math.log(context / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta)))
+    return (
+      head_dim
+      * math.log(context / (rotations * 2 * math.pi))
+      / (2 * math.log(rope.theta))
+    )
 
   low = dim_of(rope.option("beta_fast", 32))
   high = dim_of(rope.option("beta_slow", 1))

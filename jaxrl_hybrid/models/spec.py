@@ -15,9 +15,16 @@ from jaxrl_hybrid.errors import ModelError
 
 # Options that each kind cannot do without.
 ROPE_OPTIONS = {
-    "default": (), "linear": ("factor",), "yarn": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor",
-               "original_max_position_embeddings")}
+  "default": (),
+  "linear": ("factor",),
+  "yarn": (),
+  "llama3": (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+  ),
+}
 ROPE_KINDS = tuple(ROPE_OPTIONS)
 
 
@@ -69,24 +76,30 @@ class ModelSpec:
 
   def num_params(self) -> int:
     """Number of parameters, un-padded, tied embeddings counted once."""
-    attention = self.hidden_size * self.head_dim * 2 * (
-        self.num_heads + self.num_kv_heads)
+    attention = (
+      self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+    )
     mlp = 3 * self.hidden_size * self.intermediate_size
     biases = (
-        self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        + self.out_bias * self.hidden_size
-        + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size))
+      self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+      + self.out_bias * self.hidden_size
+      + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+    )
     norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
     embeddings = self.vocab_size * self.hidden_size
     embeddings *= 1 if self.tie_word_embeddings else 2
-    return (self.num_layers * (attention + mlp + biases + norms)
-            + embeddings + self.hidden_size)
+    return (
+      self.num_layers * (attention + mlp + biases + norms)
+      + embeddings
+      + self.hidden_size
+    )
 
 
 def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
   bias = bool(config.get("attention_bias", False))
-  return dict(qkv_bias=bias, out_bias=bias,
-              mlp_bias=bool(config.get("mlp_bias", False)))
+  return dict(
+    qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
+  )
 
 
 def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,27 +131,29 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
   family = config.get("model_type")
   if family not in FAMILIES:
     raise ModelError(
-        f"model_type {family!r} is not supported; expected one of "
-        f"{sorted(FAMILIES)}")
+      f"model_type {family!r} is not supported; expected one of {sorted(FAMILIES)}"
+    )
   if config.get("hidden_act", "silu") != "silu":
     raise ModelError(
-        f"hidden_act {config['hidden_act']!r} is not supported; expected 'silu'")
+      f"hidden_act {config['hidden_act']!r} is not supported; expected 'silu'"
+    )
   heads, hidden = config["num_attention_heads"], config["hidden_size"]
   return ModelSpec(
-      family=family,
-      vocab_size=config["vocab_size"],
-      hidden_size=hidden,
-      intermediate_size=config["intermediate_size"],
-      num_layers=config["num_hidden_layers"],
-      num_heads=heads,
-      num_kv_heads=config.get("num_key_value_heads") or heads,
-      head_dim=config.get("head_dim") or hidden // heads,
-      max_positions=config["max_position_embeddings"],
-      rms_norm_eps=config["rms_norm_eps"],
-      rope=rope_from_hf(config),
-      tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-      initializer_range=config.get("initializer_range", 0.02),
-      **FAMILIES[family](config))
+    family=family,
+    vocab_size=config["vocab_size"],
+    hidden_size=hidden,
+    intermediate_size=config["intermediate_size"],
+    num_layers=config["num_hidden_layers"],
+    num_heads=heads,
+    num_kv_heads=config.get("num_key_value_heads") or heads,
+    head_dim=config.get("head_dim") or hidden // heads,
+    max_positions=config["max_position_embeddings"],
+    rms_norm_eps=config["rms_norm_eps"],
+    rope=rope_from_hf(config),
+    tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    initializer_range=config.get("initializer_range", 0.02),
+    **FAMILIES[family](config),
+  )
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> RopeSpec:
@@ -149,13 +164,16 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeSpec:
   kind = options.pop("rope_type", None) or legacy_kind or "default"
   if kind not in ROPE_KINDS:
     raise ModelError(
-        f"rope scaling {kind!r} is not supported; expected one of {ROPE_KINDS}")
+      f"rope scaling {kind!r} is not supported; expected one of {ROPE_KINDS}"
+    )
   missing = [name for name in ROPE_OPTIONS[kind] if options.get(name) is None]
   if missing:
     raise ModelError(f"rope scaling {kind!r} needs {missing}, got {options}")
   if options.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-    raise ModelError("partial_rotary_factor is not supported; expected 1.0, got "
-                     f"{options['partial_rotary_factor']}")
+    raise ModelError(
+      "partial_rotary_factor is not supported; expected 1.0, got "
+      f"{options['partial_rotary_factor']}"
+    )
   options.setdefault("max_positions", config.get("max_position_embeddings"))
   return RopeSpec(float(theta), kind, tuple(sorted(options.items())))
 
@@ -171,7 +189,8 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
   path = Path(path)
   if not (path / "config.json").is_file():
     raise ModelError(
-        f"model.path: expected a directory with a config.json, got {str(path)!r}")
+      f"model.path: expected a directory with a config.json, got {str(path)!r}"
+    )
   try:
     return AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
   except (OSError, ValueError, KeyError) as error:

@@ -17,8 +17,14 @@ from jaxrl_hybrid.ops.matmul import backward_dtype
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
-def causal(q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array, *,
-           dtype: jnp.dtype, implementation: str) -> jax.Array:
+def causal(
+  q_BTHA: jax.Array,
+  k_BTKA: jax.Array,
+  v_BTKA: jax.Array,
+  *,
+  dtype: jnp.dtype,
+  implementation: str,
+) -> jax.Array:
   """Causal attention of whole left-aligned rows, operands in ``dtype``.
 
   The backward pass runs in ``ops.matmul.backward_dtype``. fp32 in and out,
@@ -27,14 +33,25 @@ def causal(q_BTHA: jax.Array, k_BTKA: jax.Array, v_BTKA: jax.Array, *,
   return _causal(q_BTHA, k_BTKA, v_BTKA, dtype, implementation)
 
 
-def cached(q_B1HA: jax.Array, k_BSKA: jax.Array, v_BSKA: jax.Array,
-           lengths_B: jax.Array, *, implementation: str) -> jax.Array:
+def cached(
+  q_B1HA: jax.Array,
+  k_BSKA: jax.Array,
+  v_BSKA: jax.Array,
+  lengths_B: jax.Array,
+  *,
+  implementation: str,
+) -> jax.Array:
   """One fp32 query per row over the first ``lengths_B`` cache slots; fp32 out."""
   ones = jnp.ones_like(lengths_B) if implementation == "cudnn" else None
   q, k, v = _operands((q_B1HA, k_BSKA, v_BSKA), k_BSKA.dtype, implementation)
   return jax.nn.dot_product_attention(
-      q, k, v, key_value_seq_lengths=lengths_B, query_seq_lengths=ones,
-      implementation=implementation).astype(jnp.float32)
+    q,
+    k,
+    v,
+    key_value_seq_lengths=lengths_B,
+    query_seq_lengths=ones,
+    implementation=implementation,
+  ).astype(jnp.float32)
 
 
 def _operands(arrays, dtype, implementation):
@@ -48,7 +65,8 @@ def _operands(arrays, dtype, implementation):
 def _attend(q, k, v, dtype, implementation):
   q, k, v = _operands((q, k, v), dtype, implementation)
   return jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, implementation=implementation).astype(jnp.float32)
+    q, k, v, is_causal=True, implementation=implementation
+  ).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -69,8 +87,10 @@ def _causal_backward(dtype, implementation, residuals, cotangent):
   if callable(residuals):
     return residuals(cotangent)
   low = backward_dtype(dtype)
-  _, vjp = jax.vjp(lambda *x: _attend(*x, low, implementation),
-                   *(x.astype(jnp.float32) for x in residuals))
+  _, vjp = jax.vjp(
+    lambda *x: _attend(*x, low, implementation),
+    *(x.astype(jnp.float32) for x in residuals),
+  )
   return vjp(cotangent)
 
 
@@ -103,8 +123,7 @@ def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str:
 
 def _probe(dtype: jnp.dtype, head_dim: int) -> None:
   x = jnp.ones((2, 64, 2, head_dim), jnp.float32)
-  grad = jax.grad(lambda q: causal(
-      q, x, x, dtype=dtype, implementation="cudnn").sum())
+  grad = jax.grad(lambda q: causal(q, x, x, dtype=dtype, implementation="cudnn").sum())
   cache, lengths = x.astype(dtype), jnp.array([3, 64], jnp.int32)
   one = cached(x[:, :1], cache, cache, lengths, implementation="cudnn")
   if not (jnp.isfinite(jax.jit(grad)(x)).all() and jnp.allclose(one, 1.0)):

@@ -20,8 +20,14 @@ def mask_padded_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def token_log_probs(
-    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, *,
-    temperature: float, vocab_size: int, chunk: int, dtype: jnp.dtype = jnp.float32,
+  hidden_BTD: jax.Array,
+  head_VD: jax.Array,
+  targets_BT: jax.Array,
+  *,
+  temperature: float,
+  vocab_size: int,
+  chunk: int,
+  dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns fp32 (log-prob of the target ``[B, T]``, entropy ``[B, T]``).
 
@@ -39,18 +45,22 @@ def token_log_probs(
     dtype: of the product's operands; logits are fp32.
   """
   length = hidden_BTD.shape[1]
-  one_chunk = jax.checkpoint(functools.partial(
-      _dense, temperature=temperature, vocab_size=vocab_size, dtype=dtype))
+  one_chunk = jax.checkpoint(
+    functools.partial(
+      _dense, temperature=temperature, vocab_size=vocab_size, dtype=dtype
+    )
+  )
   if length <= chunk:
     return one_chunk(hidden_BTD, head_VD, targets_BT)
   padding = -length % chunk
   hidden = jnp.pad(hidden_BTD, ((0, 0), (0, padding), (0, 0)))
   targets = jnp.pad(targets_BT, ((0, 0), (0, padding)))
-  split = lambda x: jnp.moveaxis(
-      x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+  split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
   _, (log_probs, entropy) = jax.lax.scan(
-      lambda carry, xs: (carry, one_chunk(xs[0], head_VD, xs[1])),
-      None, (split(hidden), split(targets)))
+    lambda carry, xs: (carry, one_chunk(xs[0], head_VD, xs[1])),
+    None,
+    (split(hidden), split(targets)),
+  )
   join = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
   return join(log_probs), join(entropy)
 

@@ -26,7 +26,9 @@ def backward_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+def product(
+  x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype
+) -> jax.Array:
   """``einsum(equation, x, kernel)`` with operands in ``dtype``; fp32 out.
 
   Args:
@@ -40,8 +42,9 @@ def product(x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype) ->
 
 def _forward(x, kernel, equation, dtype):
   x = x.astype(dtype)
-  out = jnp.einsum(equation, x, kernel.astype(dtype),
-                   preferred_element_type=jnp.float32)
+  out = jnp.einsum(
+    equation, x, kernel.astype(dtype), preferred_element_type=jnp.float32
+  )
   return out, (x, kernel)
 
 
@@ -51,8 +54,12 @@ def _backward(equation, dtype, residuals, cotangent):
   of_x, of_kernel, of_out = re.split("[,>]", equation.replace("->", ">"))
   cotangent = cotangent.astype(low)
   dx = jnp.einsum(f"{of_out},{of_kernel}->{of_x}", cotangent, kernel.astype(low))
-  dkernel = jnp.einsum(f"{of_out},{of_x}->{of_kernel}", cotangent, x.astype(low),
-                       preferred_element_type=jnp.float32)
+  dkernel = jnp.einsum(
+    f"{of_out},{of_x}->{of_kernel}",
+    cotangent,
+    x.astype(low),
+    preferred_element_type=jnp.float32,
+  )
   return dx.astype(jnp.float32), dkernel.astype(kernel.dtype)
 
 
@@ -60,7 +67,8 @@ product.defvjp(_forward, _backward)
 
 
 def row_scaled_product(
-    x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+  x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype
+) -> jax.Array:
   """``product`` of activations without a bound (the MLP's inner ones).
 
   In float16, rows with entries beyond ``SAFE`` are scaled down by a power of two

@@ -21,8 +21,9 @@ from jaxrl_hybrid.parallel.rules import Layout
 class HybridEngine:
   """Compiled switch of one model's parameters, with a version counter."""
 
-  def __init__(self, axes: Params, generation: Layout, dtype: jnp.dtype,
-               num_layers: int):
+  def __init__(
+    self, axes: Params, generation: Layout, dtype: jnp.dtype, num_layers: int
+  ):
     """
     Args:
       axes: logical axes of the training tree.
@@ -42,7 +43,8 @@ class HybridEngine:
       return _unstack(params, num_layers)
 
     self._switch = jax.jit(
-        switch, out_shardings=_unstacked_shardings(axes, generation, num_layers))
+      switch, out_shardings=_unstacked_shardings(axes, generation, num_layers)
+    )
 
   def to_generation(self, params: Params) -> tuple[Params, int]:
     """Returns the generation copy and its version (counts the switches)."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import AxisType, Mesh
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from jaxrl_hybrid.errors import ConfigError
 
@@ -29,8 +29,9 @@ def train_mesh(shape: tuple[int, int, int]) -> Mesh:
   needed, devices = math.prod(shape), jax.devices()
   if len(devices) < needed:
     raise ConfigError(
-        f"mesh.train=(pp, tp, dp)={tuple(shape)} needs {needed} devices, got "
-        f"{len(devices)}; change mesh.train, or set mesh.fake_devices on a CPU")
+      f"mesh.train=(pp, tp, dp)={tuple(shape)} needs {needed} devices, got "
+      f"{len(devices)}; change mesh.train, or set mesh.fake_devices on a CPU"
+    )
   grid = np.array(devices[:needed]).reshape(pp, dp, tp)
   return Mesh(grid, ("pp", "dp", "tp"), axis_types=(AxisType.Auto,) * 3)
 
@@ -41,11 +42,15 @@ def generation_mesh(train: Mesh, shape: tuple[int, int]) -> Mesh:
   p_g, t_g = shape
   if pp % p_g or tp % t_g:
     raise ConfigError(
-        f"mesh.generation=(p_g, t_g)={tuple(shape)} must divide mesh.train's "
-        f"(pp, tp)=({pp}, {tp})")
+      f"mesh.generation=(p_g, t_g)={tuple(shape)} must divide mesh.train's "
+      f"(pp, tp)=({pp}, {tp})"
+    )
   grid = train.devices.reshape(p_g, pp // p_g, dp, t_g, tp // t_g)
-  return Mesh(grid, ("pp", "micro_dp_pp", "dp", "tp", "micro_dp_tp"),
-              axis_types=(AxisType.Auto,) * 5)
+  return Mesh(
+    grid,
+    ("pp", "micro_dp_pp", "dp", "tp", "micro_dp_tp"),
+    axis_types=(AxisType.Auto,) * 5,
+  )
 
 
 def describe(train: Mesh, generation: Mesh) -> str:
@@ -53,6 +58,8 @@ def describe(train: Mesh, generation: Mesh) -> str:
   pp, dp, tp = train.devices.shape
   sizes = dict(generation.shape)
   micro = math.prod(sizes[axis] for axis in MICRO_DP)
-  return (f"mesh: train pp={pp} tp={tp} dp={dp}; generation pp={sizes['pp']} "
-          f"tp={sizes['tp']} dp={dp} micro_dp={micro}; "
-          f"{train.devices.flat[0].platform} x {train.devices.size}")
+  return (
+    f"mesh: train pp={pp} tp={tp} dp={dp}; generation pp={sizes['pp']} "
+    f"tp={sizes['tp']} dp={dp} micro_dp={micro}; "
+    f"{train.devices.flat[0].platform} x {train.devices.size}"
+  )

@@ -49,8 +49,9 @@ class Layout:
 
   def shardings(self, axes_tree: Any) -> Any:
     """Shardings of a tree whose leaves are tuples of logical axes."""
-    return jax.tree.map(self.sharding, axes_tree,
-                        is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+      self.sharding, axes_tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
   def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """``with_sharding_constraint`` by logical axes."""

@@ -90,9 +90,7 @@ def _truth(ground_truth: Any) -> str:
   return str(ground_truth)
 
 
-def _number(
-  read: Callable[[str], Fraction | None], ground_truth: Any
-) -> Fraction:
+def _number(read: Callable[[str], Fraction | None], ground_truth: Any) -> Fraction:
   number = read(_truth(ground_truth))
   if number is None:
     raise ValueError(f"expected a number as ground truth, got {ground_truth!r:.200}")

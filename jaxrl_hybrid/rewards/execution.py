@@ -65,9 +65,7 @@ class Executor:
       return self._run_async(calls)
     return _run_threads(calls, self._num_workers, self._timeout_s)
 
-  def _run_async(
-    self, calls: Sequence[Callable[[], Any]]
-  ) -> Iterator[tuple[int, Any]]:
+  def _run_async(self, calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
     if self._loop is None:
       self._loop = _new_loop()
       _start(self._loop.run_forever)
@@ -95,26 +93,47 @@ class Executor:
 def _run_threads(
   calls: Sequence[Callable[[], Any]], num_workers: int, timeout_s: float
 ) -> Iterator[tuple[int, Any]]:
-  """Runs calls in daemon threads, num_workers at a time; yields (index, outcome)."""
+  """Runs calls in num_workers daemon threads; yields (index, outcome).
+
+  A thread whose call runs out of time is left behind and replaced.
+  """
   finished: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
   waiting = collections.deque(range(len(calls)))
-  deadlines: dict[int, float] = {}
-  while waiting or deadlines:
-    while waiting and len(deadlines) < num_workers:
-      i = waiting.popleft()
-      deadlines[i] = time.monotonic() + timeout_s
-      _start(lambda i=i: finished.put((i, _attempt(calls[i]))))
-    wait_s = max(0.0, min(deadlines.values()) - time.monotonic())
-    try:
-      i, outcome = finished.get(timeout=wait_s)
-    except queue.Empty:
-      now = time.monotonic()
-      for i in [i for i, deadline in deadlines.items() if deadline <= now]:
-        del deadlines[i]
-        yield i, _timeout(timeout_s)
-      continue
-    if deadlines.pop(i, None) is not None:  # else it came after its timeout
-      yield i, outcome
+  started: dict[int, float] = {}
+  left = set(range(len(calls)))
+
+  def work() -> None:
+    while waiting:
+      try:
+        i = waiting.popleft()
+      except IndexError:  # another thread was faster
+        return
+      started[i] = time.monotonic()
+      finished.put((i, _attempt(calls[i])))
+      if i not in left:  # too late: a replacement is at work
+        return
+
+  for _ in range(min(num_workers, len(calls))):
+    _start(work)
+  check_at = time.monotonic() + timeout_s
+  try:
+    while left:
+      try:
+        i, outcome = finished.get(timeout=max(0.0, check_at - time.monotonic()))
+        if i in left:
+          yield i, outcome
+          left.discard(i)
+      except queue.Empty:
+        now = time.monotonic()
+        running = {i: t + timeout_s for i, t in list(started.items()) if i in left}
+        for i in [i for i, deadline in running.items() if deadline <= now]:
+          left.discard(i)
+          del running[i]
+          _start(work)
+          yield i, _timeout(timeout_s)
+        check_at = min(running.values(), default=now + timeout_s)
+  finally:
+    waiting.clear()
 
 
 def _attempt(call: Callable[[], Any]) -> Any:

@@ -82,8 +82,7 @@ class RewardRunner:
     _check_arguments(functions, weights, on_error, timeout_s, num_workers)
     names = _distinct([name for name, _ in functions])
     self._functions = [
-      loading.as_reward(function, name)
-      for name, (_, function) in zip(names, functions)
+      loading.as_reward(function, name) for name, (_, function) in zip(names, functions)
     ]
     self._weights = [float(w) for w in weights]
     self._on_error = on_error

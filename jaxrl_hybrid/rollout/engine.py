@@ -7,9 +7,9 @@ Lengths are bucketed so that the number of compiled programs stays small.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +51,23 @@ class Engine:
     seed: of all random numbers.
   """
 
-  def __init__(self, decoder: Decoder, layout: Layout, *, eos_ids: Sequence[int],
-               max_rows: int, seed: int):
+  def __init__(
+    self,
+    decoder: Decoder,
+    layout: Layout,
+    *,
+    eos_ids: Sequence[int],
+    max_rows: int,
+    seed: int,
+  ):
     self._decoder = decoder
     self._layout = layout
     self._eos_ids = np.array(sorted(eos_ids), np.int32)
     self._max_rows = max_rows
     self._seed = seed
     self._wave = jax.jit(
-        self._generate_wave,
-        static_argnames=("n", "max_new", "sampling"))
+      self._generate_wave, static_argnames=("n", "max_new", "sampling")
+    )
 
   @property
   def compiled_programs(self) -> int:
@@ -68,8 +75,14 @@ class Engine:
     return self._wave._cache_size()
 
   def generate(
-      self, params: Params, prompts: Sequence[np.ndarray],
-      draw_ids: Sequence[int], *, n: int, max_new: int, sampling: Sampling,
+    self,
+    params: Params,
+    prompts: Sequence[np.ndarray],
+    draw_ids: Sequence[int],
+    *,
+    n: int,
+    max_new: int,
+    sampling: Sampling,
   ) -> Completions:
     """Generates n completions of each prompt.
 
@@ -94,49 +107,72 @@ class Engine:
       draws = np.zeros((per_wave,), np.uint32)
       draws[: len(draw_ids[chunk])] = np.asarray(draw_ids[chunk], np.uint32)
       real = np.arange(per_wave) < len(prompts[chunk])
-      waves.append(self._wave(params, tokens, lengths, draws, real, n=n,
-                              max_new=max_new, sampling=sampling))
+      waves.append(
+        self._wave(
+          params, tokens, lengths, draws, real, n=n, max_new=max_new, sampling=sampling
+        )
+      )
     ids, lengths, log_probs, stopped = (
-        np.concatenate(parts)[: len(prompts) * n]
-        for parts in zip(*jax.device_get(waves), strict=True))
+      np.concatenate(parts)[: len(prompts) * n]
+      for parts in zip(*jax.device_get(waves), strict=True)
+    )
     used = int(lengths.max())
     return Completions(ids[:, :used], lengths, log_probs[:, :used], stopped)
 
-  def _generate_wave(self, params, tokens_UP, lengths_U, draws_U, real_U, *,
-                     n: int, max_new: int, sampling: Sampling):
+  def _generate_wave(
+    self,
+    params,
+    tokens_UP,
+    lengths_U,
+    draws_U,
+    real_U,
+    *,
+    n: int,
+    max_new: int,
+    sampling: Sampling,
+  ):
     """U prompts, B = U * n rows, in one program."""
     tokens_UP = self._layout.constrain(tokens_UP, ("batch", None))
     hidden_UPD, caches = self._decoder.prefill(params, tokens_UP)
-    hidden_UD = jnp.take_along_axis(
-        hidden_UPD, (lengths_U - 1)[:, None, None], 1)[:, 0]
-    share = functools.partial(jnp.repeat, repeats=n, axis=0,
-                              total_repeat_length=tokens_UP.shape[0] * n)
+    hidden_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], 1)[:, 0]
+    share = functools.partial(
+      jnp.repeat, repeats=n, axis=0, total_repeat_length=tokens_UP.shape[0] * n
+    )
     prompt_lengths_B, hidden_BD = share(lengths_U), share(hidden_UD)
     caches = [tuple(self._cache(share(x), max_new) for x in kv) for kv in caches]
     sample_ids_B = jnp.tile(jnp.arange(n, dtype=jnp.uint32), tokens_UP.shape[0])
     keys_B = sampling_lib.row_keys(
-        jax.random.key(self._seed), share(draws_U), sample_ids_B)
+      jax.random.key(self._seed), share(draws_U), sample_ids_B
+    )
 
     def pick(hidden_BD, step):
       logits_BV = self._layout.constrain(
-          self._decoder.logits(params, hidden_BD), ("batch", None))
+        self._decoder.logits(params, hidden_BD), ("batch", None)
+      )
       uniform_B = sampling_lib.uniforms(keys_B, step)
       return sampling_lib.sample(logits_BV, uniform_B, sampling)
 
-    return self._decode_loop(params, pick, hidden_BD, prompt_lengths_B, caches,
-                             ~share(real_U), max_new)
+    return self._decode_loop(
+      params, pick, hidden_BD, prompt_lengths_B, caches, ~share(real_U), max_new
+    )
 
-  def _decode_loop(self, params, pick, hidden_BD, prompt_lengths_B, caches,
-                   done_B, max_new):
+  def _decode_loop(
+    self, params, pick, hidden_BD, prompt_lengths_B, caches, done_B, max_new
+  ):
     rows = hidden_BD.shape[0]
     pin = lambda x: self._layout.constrain(x, ("batch", None)[: x.ndim])
     tokens_B, log_probs_B = pick(hidden_BD, 0)
     state = dict(
-        step=jnp.int32(0), tokens=tokens_B, log_probs=log_probs_B,
-        done=pin(done_B), stopped=pin(jnp.zeros((rows,), bool)),
-        lengths=pin(jnp.zeros((rows,), jnp.int32)), caches=caches,
-        ids_out=pin(jnp.zeros((rows, max_new), jnp.int32)),
-        log_probs_out=pin(jnp.zeros((rows, max_new), jnp.float32)))
+      step=jnp.int32(0),
+      tokens=tokens_B,
+      log_probs=log_probs_B,
+      done=pin(done_B),
+      stopped=pin(jnp.zeros((rows,), bool)),
+      lengths=pin(jnp.zeros((rows,), jnp.int32)),
+      caches=caches,
+      ids_out=pin(jnp.zeros((rows, max_new), jnp.int32)),
+      log_probs_out=pin(jnp.zeros((rows, max_new), jnp.float32)),
+    )
 
     def record(s):
       """Writes the sampled token of the rows that are still running."""
@@ -144,21 +180,26 @@ class Engine:
       write = lambda out, x: out.at[:, step].set(jnp.where(running, x, 0))
       stopped = running & jnp.isin(s["tokens"], self._eos_ids)
       return s | dict(
-          ids_out=write(s["ids_out"], s["tokens"]),
-          log_probs_out=write(s["log_probs_out"], s["log_probs"]),
-          lengths=s["lengths"] + running, stopped=s["stopped"] | stopped,
-          done=s["done"] | stopped, step=step + 1)
+        ids_out=write(s["ids_out"], s["tokens"]),
+        log_probs_out=write(s["log_probs_out"], s["log_probs"]),
+        lengths=s["lengths"] + running,
+        stopped=s["stopped"] | stopped,
+        done=s["done"] | stopped,
+        step=step + 1,
+      )
 
     def advance(s):
       """Runs the model on the recorded token and samples the next."""
       positions_B = prompt_lengths_B + s["step"] - 1
       hidden_BD, caches = self._decoder.decode(
-          params, s["tokens"], positions_B, s["caches"])
+        params, s["tokens"], positions_B, s["caches"]
+      )
       tokens_B, log_probs_B = pick(hidden_BD, s["step"])
       return record(s | dict(tokens=tokens_B, log_probs=log_probs_B, caches=caches))
 
     s = jax.lax.while_loop(
-        lambda s: (s["step"] < max_new) & ~jnp.all(s["done"]), advance, record(state))
+      lambda s: (s["step"] < max_new) & ~jnp.all(s["done"]), advance, record(state)
+    )
     return s["ids_out"], s["lengths"], s["log_probs_out"], s["stopped"]
 
   def _cache(self, kv_BPKA: jax.Array, max_new: int) -> jax.Array:
@@ -167,7 +208,7 @@ class Engine:
 
 
 def _pad_prompts(
-    prompts: Sequence[np.ndarray], rows: int, width: int
+  prompts: Sequence[np.ndarray], rows: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Right-padded int32 ``[rows, width]`` and lengths; filler rows have length 1."""
   tokens = np.zeros((rows, width), np.int32)

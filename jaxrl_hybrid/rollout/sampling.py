@@ -39,7 +39,7 @@ class Sampling:
 
 
 def sample(
-    logits_BV: jax.Array, uniform_B: jax.Array, sampling: Sampling
+  logits_BV: jax.Array, uniform_B: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (token int32 ``[B]``, log-prob fp32 ``[B]``).
 
@@ -69,7 +69,8 @@ def inverse_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
   rows, vocab = weights_BV.shape
   block = min(BLOCK, vocab)
   blocks_BNC = jnp.pad(weights_BV, ((0, 0), (0, -vocab % block))).reshape(
-      rows, -1, block)
+    rows, -1, block
+  )
   mass_BN = blocks_BNC.sum(-1)
   which_B, rest_B = _search(mass_BN, uniform_B)
   inner_BC = jnp.take_along_axis(blocks_BNC, which_B[:, None, None], 1)[:, 0]
@@ -77,7 +78,9 @@ def inverse_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
   return (which_B * block + inner_B).astype(jnp.int32)
 
 
-def row_keys(key: jax.Array, draw_ids_B: jax.Array, sample_ids_B: jax.Array) -> jax.Array:
+def row_keys(
+  key: jax.Array, draw_ids_B: jax.Array, sample_ids_B: jax.Array
+) -> jax.Array:
   """One key per row from (seed, draw id, sample id)."""
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   return jax.vmap(jax.random.fold_in)(fold(key, draw_ids_B), sample_ids_B)
@@ -87,7 +90,8 @@ def uniforms(keys_B: jax.Array, position: jax.Array) -> jax.Array:
   """fp32 ``[B]`` in [0, 1) for one response position."""
   fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
   return jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32))(
-      fold(keys_B, position))
+    fold(keys_B, position)
+  )
 
 
 def _search(weights_BN, uniform_B):
@@ -112,7 +116,8 @@ def _restrict(probs_BV: jax.Array, sampling: Sampling) -> jax.Array:
   if sampling.top_p < 1.0:
     total_B = probs_BV.sum(-1)
     mass = lambda kept_BV: (
-        jnp.sum(jnp.where(kept_BV, probs_BV, 0.0), -1) >= sampling.top_p * total_B)
+      jnp.sum(jnp.where(kept_BV, probs_BV, 0.0), -1) >= sampling.top_p * total_B
+    )
     probs_BV = _keep_top(probs_BV, mass)
   return probs_BV
 

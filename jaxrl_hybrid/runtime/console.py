@@ -62,8 +62,12 @@ class Console:
     if self._is_terminal and self._bar is None:
       # Made at the first step: the time left is right after a resume, too.
       self._bar = tqdm(
-        total=self._total, initial=step, file=self._stream,
-        unit="step", dynamic_ncols=True, leave=False,
+        total=self._total,
+        initial=step,
+        file=self._stream,
+        unit="step",
+        dynamic_ncols=True,
+        leave=False,
       )
     parts = [f"step {step}/{self._total}"]
     parts += [_field(*field, metrics) for field in _STEP_FIELDS]
@@ -93,9 +97,7 @@ def _field(text: str, name: str, spec: str, metrics: Mapping[str, float]) -> str
   return text.format("-" if value is None else format(float(value), spec))
 
 
-def _table(
-  rows: Sequence[tuple[str, str, str | None, float]], width: int
-) -> list[str]:
+def _table(rows: Sequence[tuple[str, str, str | None, float]], width: int) -> list[str]:
   cells = [("prompt", "completion", "answer", "reward")]
   for prompt, completion, answer, reward in rows:
     shown = "-" if answer is None else _visible(str(answer))
@@ -119,9 +121,7 @@ def _column_widths(cells: Sequence[tuple[str, ...]], width: int) -> list[int]:
   The answer gets at most a fifth. Prompt and completion share the rest; what one
   of them does not need goes to the other.
   """
-  prompt, completion, answer = (
-    max(_width(row[i]) for row in cells) for i in range(3)
-  )
+  prompt, completion, answer = (max(_width(row[i]) for row in cells) for i in range(3))
   free = max(width - _reward_width(cells) - 3 * len(_GAP), 24)
   answer = min(answer, max(free // 5, 6))
   free -= answer

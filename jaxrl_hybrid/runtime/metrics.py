@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 STEP_KEY = "training/global_step"
+METRICS_FILE = "metrics.jsonl"
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +26,15 @@ class MetricsWriter:
   """
 
   def __init__(self, run_dir: str | Path):
-    self.path = Path(run_dir) / "metrics.jsonl"
+    self.path = Path(run_dir) / METRICS_FILE
     self.path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(self.path)
     self._file = self.path.open("a", encoding="utf-8")
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Appends the metrics of one step."""
-    row = {k: _json_number(v) for k, v in metrics.items()}
-    row = {STEP_KEY: int(step), **row, STEP_KEY: int(step)}
+    numbers_by_name = {k: _json_number(v) for k, v in metrics.items()}
+    row = {STEP_KEY: int(step)} | numbers_by_name | {STEP_KEY: int(step)}
     self._file.write(json.dumps(row, allow_nan=False) + "\n")
     self._file.flush()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import contextlib
 import time
+from collections.abc import Iterator
 
 
 class Timers:
@@ -28,5 +28,6 @@ class Timers:
     """``timing_s/*`` of the phases and of the whole step so far."""
     total = time.perf_counter() - self._start
     return {f"timing_s/{phase}": s for phase, s in self._seconds.items()} | {
-        "timing_s/step": total,
-        "timing_s/other": total - sum(self._seconds.values())}
+      "timing_s/step": total,
+      "timing_s/other": total - sum(self._seconds.values()),
+    }

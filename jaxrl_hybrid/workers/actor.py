@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,12 @@ from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.generator import Generator
 from jaxrl_hybrid.workers.scoring import Scorer
 from jaxrl_hybrid.workers.training import (
-    Maxima, TrainState, masked, mini_batches, summarize)
+  Maxima,
+  TrainState,
+  masked,
+  mini_batches,
+  summarize,
+)
 
 GAP_MEAN = "rollout_train_logprob_diff_mean"
 GAP_MAX = "rollout_train_logprob_diff_max"
@@ -50,28 +55,44 @@ class ActorSettings:
   @property
   def clip_knobs(self) -> dict[str, float]:
     """Keyword arguments of every policy loss."""
-    return dict(clip_ratio_low=self.clip_ratio_low, clip_ratio_c=self.clip_ratio_c,
-                clip_ratio_high=self.clip_ratio_high)
+    return dict(
+      clip_ratio_low=self.clip_ratio_low,
+      clip_ratio_c=self.clip_ratio_c,
+      clip_ratio_high=self.clip_ratio_high,
+    )
 
 
 class Actor:
   """The policy: parameters, optimizer, generator and compiled programs."""
 
-  def __init__(self, decoder: Decoder, params: Params, layout: Layout,
-               generator: Generator, settings: ActorSettings,
-               optimizer: optax.GradientTransformation, schedule: optax.Schedule):
+  def __init__(
+    self,
+    decoder: Decoder,
+    params: Params,
+    layout: Layout,
+    generator: Generator,
+    settings: ActorSettings,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+  ):
     self.state = TrainState(params, optimizer, layout, _make_loss(decoder, settings))
     self._schedule = schedule
     self._generator = generator
     self._settings = settings
     self._log_probs = Scorer(
-        lambda params, tokens_BT: decoder.token_log_probs(
-            params, tokens_BT, temperature=settings.temperature,
-            chunk=settings.logprob_chunk)[0],
-        layout, micro_rows=settings.micro_rows)
+      lambda params, tokens_BT: decoder.token_log_probs(
+        params,
+        tokens_BT,
+        temperature=settings.temperature,
+        chunk=settings.logprob_chunk,
+      )[0],
+      layout,
+      micro_rows=settings.micro_rows,
+    )
 
   def generate_sequences(
-      self, prompts: Sequence[Prompt], *, greedy: bool = False) -> Batch:
+    self, prompts: Sequence[Prompt], *, greedy: bool = False
+  ) -> Batch:
     """n samples per prompt at the rollout settings, or one greedy completion."""
     return self._generator.generate(self.state.params, prompts, greedy=greedy)
 
@@ -79,7 +100,9 @@ class Actor:
     """Adds ``old_log_probs`` by the training forward pass, and their gap."""
     old = self._log_probs(self.state.params, batch)
     gap = np.abs(old - batch.rollout_log_probs)[batch.mask]
-    metrics = {GAP_MEAN: float(gap.mean()), GAP_MAX: float(gap.max())} if gap.size else {}
+    metrics = (
+      {GAP_MEAN: float(gap.mean()), GAP_MAX: float(gap.max())} if gap.size else {}
+    )
     return batch.with_fields(old_log_probs=old, metrics=metrics)
 
   def update_policy(self, batch: Batch) -> dict[str, float]:
@@ -89,22 +112,31 @@ class Actor:
     log-probs are the current ones, exactly.
     """
     assert batch.old_log_probs is not None or self.updates_per_batch(len(batch)) == 1, (
-        "several updates of a batch need its old_log_probs")
-    columns = {"advantages": batch.advantages, "rollout_log_probs": batch.rollout_log_probs}
+      "several updates of a batch need its old_log_probs"
+    )
+    columns = {
+      "advantages": batch.advantages,
+      "rollout_log_probs": batch.rollout_log_probs,
+    }
     for name in ("old_log_probs", "ref_log_probs"):
       if getattr(batch, name) is not None:
         columns[name] = getattr(batch, name)
     self._generator.drop_weights()
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
-    for chosen in mini_batches(len(batch), settings.mini_rows, settings.ppo_epochs,
-                               key=(settings.seed, self.state.updates)):
+    for chosen in mini_batches(
+      len(batch),
+      settings.mini_rows,
+      settings.ppo_epochs,
+      key=(settings.seed, self.state.updates),
+    ):
       mini = {name: column[chosen] for name, column in columns.items()}
       packed = rows.pack(batch.select(chosen), mini, micro_rows=settings.micro_rows)
       pending.append(self.state.step(packed))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
-    return {k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v
-            for k, v in metrics.items()}
+    return {
+      k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
+    }
 
   def updates_per_batch(self, sequences: int) -> int:
     """How many optimizer steps ``update_policy`` makes of so many sequences."""
@@ -118,27 +150,38 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
   def loss_fn(params: Params, micro: dict, total: reduce.Totals):
     mask_BT = micro["mask"]
     log_probs_BT, entropy_BT = decoder.token_log_probs(
-        params, micro["tokens"], temperature=settings.temperature,
-        chunk=settings.logprob_chunk)
+      params,
+      micro["tokens"],
+      temperature=settings.temperature,
+      chunk=settings.logprob_chunk,
+    )
     old_BT = micro.get("old_log_probs", jax.lax.stop_gradient(log_probs_BT))
     loss_BT, extra = policy_loss(
-        log_probs_BT, old_BT, micro["advantages"], **settings.clip_knobs)
+      log_probs_BT, old_BT, micro["advantages"], **settings.clip_knobs
+    )
     share = lambda x_BT: reduce.aggregate(
-        x_BT, mask_BT, total, mode=settings.loss_agg_mode,
-        scale=settings.loss_scale_factor)
+      x_BT,
+      mask_BT,
+      total,
+      mode=settings.loss_agg_mode,
+      scale=settings.loss_scale_factor,
+    )
     means = {name: masked(x_BT, mask_BT) for name, x_BT in extra.items()}
     means |= {"entropy": masked(entropy_BT, mask_BT)}
     loss = pg_loss = share(loss_BT)
     if settings.entropy_coeff:
       loss -= settings.entropy_coeff * share(entropy_BT)
     if settings.use_kl_loss:
-      kl_BT = kl.kl_estimate(log_probs_BT, micro["ref_log_probs"], settings.kl_loss_type)
+      kl_BT = kl.kl_estimate(
+        log_probs_BT, micro["ref_log_probs"], settings.kl_loss_type
+      )
       loss += settings.kl_loss_coef * share(kl_BT)
       means["kl_loss"] = masked(kl_BT, mask_BT)
     maxima: Maxima = {}
     if "old_log_probs" not in micro:
       means[GAP_MEAN], maxima[GAP_MAX] = _rollout_gap(
-          log_probs_BT, micro["rollout_log_probs"], mask_BT)
+        log_probs_BT, micro["rollout_log_probs"], mask_BT
+      )
     means["pg_loss"] = (pg_loss, 0.0)
     return loss, (means, maxima)
 
@@ -149,4 +192,3 @@ def _rollout_gap(log_probs_BT, rollout_log_probs_BT, mask_BT):
   """|trainer - engine| log-prob: its (sum, weight) and its maximum."""
   gap_BT = jnp.abs(log_probs_BT - rollout_log_probs_BT)
   return masked(gap_BT, mask_BT), jnp.max(jnp.where(mask_BT, gap_BT, 0.0))
-

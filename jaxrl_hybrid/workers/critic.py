@@ -33,9 +33,15 @@ class CriticSettings:
 class Critic:
   """A decoder with a value head, its optimizer and its compiled programs."""
 
-  def __init__(self, decoder: Decoder, params: Params, layout: Layout,
-               settings: CriticSettings, optimizer: optax.GradientTransformation,
-               schedule: optax.Schedule):
+  def __init__(
+    self,
+    decoder: Decoder,
+    params: Params,
+    layout: Layout,
+    settings: CriticSettings,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+  ):
     self.state = TrainState(params, optimizer, layout, _make_loss(decoder, settings))
     self._schedule = schedule
     self._settings = settings
@@ -49,8 +55,12 @@ class Critic:
     """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
-    for chosen in mini_batches(len(batch), settings.mini_rows, settings.ppo_epochs,
-                               key=(settings.seed, self.state.updates)):
+    for chosen in mini_batches(
+      len(batch),
+      settings.mini_rows,
+      settings.ppo_epochs,
+      key=(settings.seed, self.state.updates),
+    ):
       columns = {"returns": batch.returns[chosen], "old_values": batch.values[chosen]}
       packed = rows.pack(batch.select(chosen), columns, micro_rows=settings.micro_rows)
       pending.append(self.state.step(packed))
@@ -62,10 +72,18 @@ def _make_loss(decoder: Decoder, settings: CriticSettings):
   def loss_fn(params: Params, micro: dict[str, np.ndarray], total: reduce.Totals):
     values_BT, mask_BT = decoder.values(params, micro["tokens"]), micro["mask"]
     loss_BT, extra = losses.value_loss(
-        values_BT, micro["returns"], micro["old_values"],
-        cliprange=settings.cliprange_value)
-    loss = reduce.aggregate(loss_BT, mask_BT, total, mode=settings.loss_agg_mode,
-                            scale=settings.loss_scale_factor)
+      values_BT,
+      micro["returns"],
+      micro["old_values"],
+      cliprange=settings.cliprange_value,
+    )
+    loss = reduce.aggregate(
+      loss_BT,
+      mask_BT,
+      total,
+      mode=settings.loss_agg_mode,
+      scale=settings.loss_scale_factor,
+    )
     means = {name: masked(x_BT, mask_BT) for name, x_BT in extra.items()}
     means |= {"vpred_mean": masked(values_BT, mask_BT), "vf_loss": (loss, 0.0)}
     return loss, (means, {})

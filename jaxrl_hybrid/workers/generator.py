@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Generator:
     self._weights = None
 
   def generate(
-      self, params: Params, prompts: Sequence[Prompt], *, greedy: bool = False
+    self, params: Params, prompts: Sequence[Prompt], *, greedy: bool = False
   ) -> Batch:
     """n samples per prompt, or one greedy completion each.
 
@@ -58,15 +58,23 @@ class Generator:
     if self._weights is None:
       self._weights, _ = self._switch.to_generation(params)
     out = self._engine.generate(
-        self._weights, [p.ids for p in prompts], [p.draw_id for p in prompts],
-        n=n, max_new=settings.max_new, sampling=sampling)
+      self._weights,
+      [p.ids for p in prompts],
+      [p.draw_id for p in prompts],
+      n=n,
+      max_new=settings.max_new,
+      sampling=sampling,
+    )
     loss_mask = None
     if settings.mask_truncated:
       loss_mask = np.broadcast_to(out.stopped[:, None], out.ids.shape)
     return Batch(
-        prompts=[prompt for prompt in prompts for _ in range(n)],
-        sample_ids=np.tile(np.arange(n, dtype=np.int32), len(prompts)),
-        response_ids=out.ids, response_lengths=out.lengths,
-        finish_reasons=[STOP if stopped else LENGTH for stopped in out.stopped],
-        rollout_log_probs=out.log_probs, weight_version=self._switch.version,
-        loss_mask=loss_mask)
+      prompts=[prompt for prompt in prompts for _ in range(n)],
+      sample_ids=np.tile(np.arange(n, dtype=np.int32), len(prompts)),
+      response_ids=out.ids,
+      response_lengths=out.lengths,
+      finish_reasons=[STOP if stopped else LENGTH for stopped in out.stopped],
+      rollout_log_probs=out.log_probs,
+      weight_version=self._switch.version,
+      loss_mask=loss_mask,
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-from ml_collections import ConfigDict
 import optax
+from ml_collections import ConfigDict
 
 from jaxrl_hybrid.models.params import Params
 
@@ -19,11 +19,13 @@ def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
   """
   decay_steps = max(1, total_updates - optim.warmup_steps)
   main = {
-      "constant": lambda: optax.constant_schedule(optim.lr),
-      "linear": lambda: optax.linear_schedule(
-          optim.lr, optim.lr * optim.min_lr_ratio, decay_steps),
-      "cosine": lambda: optax.cosine_decay_schedule(
-          optim.lr, decay_steps, optim.min_lr_ratio),
+    "constant": lambda: optax.constant_schedule(optim.lr),
+    "linear": lambda: optax.linear_schedule(
+      optim.lr, optim.lr * optim.min_lr_ratio, decay_steps
+    ),
+    "cosine": lambda: optax.cosine_decay_schedule(
+      optim.lr, decay_steps, optim.min_lr_ratio
+    ),
   }[optim.schedule]()
   if not optim.warmup_steps:
     return main
@@ -32,15 +34,22 @@ def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    optim: ConfigDict, schedule: optax.Schedule
+  optim: ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
   """Global-norm clipping, then AdamW; norms and biases do not decay."""
   return optax.chain(
-      optax.clip_by_global_norm(optim.clip_grad),
-      optax.adamw(schedule, *optim.betas, eps=optim.eps,
-                  weight_decay=optim.weight_decay, mask=_decays))
+    optax.clip_by_global_norm(optim.clip_grad),
+    optax.adamw(
+      schedule,
+      *optim.betas,
+      eps=optim.eps,
+      weight_decay=optim.weight_decay,
+      mask=_decays,
+    ),
+  )
 
 
 def _decays(params: Params) -> Params:
   return jax.tree_util.tree_map_with_path(
-      lambda path, _: path[-1].key == "kernel", params)
+    lambda path, _: path[-1].key == "kernel", params
+  )

@@ -24,16 +24,27 @@ class Reference:
     micro_rows: rows per micro-batch, over all batch shards.
   """
 
-  def __init__(self, decoder: Decoder, params: Params, layout: Layout, *,
-               temperature: float, chunk: int, micro_rows: int):
+  def __init__(
+    self,
+    decoder: Decoder,
+    params: Params,
+    layout: Layout,
+    *,
+    temperature: float,
+    chunk: int,
+    micro_rows: int,
+  ):
     shardings = jax.tree.map(lambda x: x.sharding, params)
     # Donation of the actor's parameters must not take leaves that need no cast.
     copy = lambda params: jax.tree.map(jnp.copy, compute_copy(params, decoder.dtype))
     self._params = jax.jit(copy, out_shardings=shardings)(params)
     self._log_probs = Scorer(
-        lambda params, tokens_BT: decoder.token_log_probs(
-            params, tokens_BT, temperature=temperature, chunk=chunk)[0],
-        layout, micro_rows=micro_rows)
+      lambda params, tokens_BT: decoder.token_log_probs(
+        params, tokens_BT, temperature=temperature, chunk=chunk
+      )[0],
+      layout,
+      micro_rows=micro_rows,
+    )
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``ref_log_probs``."""

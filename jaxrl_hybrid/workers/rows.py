@@ -11,7 +11,7 @@ from jaxrl_hybrid.types import Batch
 
 
 def pack(
-    batch: Batch, columns: Mapping[str, np.ndarray], *, micro_rows: int
+  batch: Batch, columns: Mapping[str, np.ndarray], *, micro_rows: int
 ) -> dict[str, np.ndarray]:
   """Rows as ``[A, B, T]`` arrays: A micro-batches of B rows of T tokens.
 

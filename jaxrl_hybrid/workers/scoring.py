@@ -23,11 +23,19 @@ class Scorer:
     micro_rows: B, over all batch shards.
   """
 
-  def __init__(self, per_token: Callable[[Params, jax.Array], jax.Array],
-               layout: Layout, *, micro_rows: int):
+  def __init__(
+    self,
+    per_token: Callable[[Params, jax.Array], jax.Array],
+    layout: Layout,
+    *,
+    micro_rows: int,
+  ):
     self._layout, self._micro_rows = layout, micro_rows
-    self._run = jax.jit(lambda params, tokens_ABT: jax.lax.map(
-        lambda tokens_BT: per_token(params, tokens_BT), tokens_ABT))
+    self._run = jax.jit(
+      lambda params, tokens_ABT: jax.lax.map(
+        lambda tokens_BT: per_token(params, tokens_BT), tokens_ABT
+      )
+    )
 
   def __call__(self, params: Params, batch: Batch) -> np.ndarray:
     tokens = rows.pack(batch, {}, micro_rows=self._micro_rows)["tokens"]

@@ -28,26 +28,35 @@ class TrainState:
   ``updates`` counts the optimizer steps.
   """
 
-  def __init__(self, params: Params, optimizer: optax.GradientTransformation,
-               layout: Layout, loss_fn: LossFn):
+  def __init__(
+    self,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    loss_fn: LossFn,
+  ):
     self.params = params
     self.updates = 0
     self._layout = layout
     self.opt_state = jax.jit(
-        optimizer.init,
-        out_shardings=_opt_shardings(optimizer, params, layout))(params)
+      optimizer.init, out_shardings=_opt_shardings(optimizer, params, layout)
+    )(params)
     shardings = jax.tree.map(lambda x: x.sharding, (params, self.opt_state))
     self._step = jax.jit(
-        _make_step(optimizer, loss_fn), donate_argnums=(0, 1),
-        out_shardings=(*shardings, None))
+      _make_step(optimizer, loss_fn),
+      donate_argnums=(0, 1),
+      out_shardings=(*shardings, None),
+    )
 
   def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics."""
     batch = place(packed, self._layout)
     self.params, self.opt_state, metrics = self._step(
-        self.params, self.opt_state, batch)
+      self.params, self.opt_state, batch
+    )
     self.updates += 1
     return lambda: {k: float(v) for k, v in jax.device_get(metrics).items()}
+
 
 def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
   """``[A, B, T]`` arrays onto the mesh, B split over the batch axes."""
@@ -62,7 +71,7 @@ def masked(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def mini_batches(
-    sequences: int, mini_rows: int, epochs: int, *, key: tuple[int, ...]
+  sequences: int, mini_rows: int, epochs: int, *, key: tuple[int, ...]
 ) -> Iterator[np.ndarray]:
   """Row indices of each mini-batch of each epoch, shuffled by ``key``.
 
@@ -78,8 +87,12 @@ def mini_batches(
 
 def summarize(updates: list[dict[str, float]]) -> dict[str, float]:
   """Means over the updates of a step; maxima for ``*_max``."""
-  return {name: (max if name.endswith("_max") else _mean)(
-      [metrics[name] for metrics in updates]) for name in updates[0]}
+  return {
+    name: (max if name.endswith("_max") else _mean)(
+      [metrics[name] for metrics in updates]
+    )
+    for name in updates[0]
+  }
 
 
 def _mean(values: list[float]) -> float:
@@ -110,6 +123,9 @@ def _opt_shardings(optimizer, params: Params, layout: Layout) -> Any:
   """Moments are sharded like their parameters, counters replicated."""
   abstract = jax.eval_shape(optimizer.init, params)
   return optax.tree.map_params(
-      optimizer, lambda _, p: p.sharding, abstract, params,
-      transform_non_params=lambda _: layout.replicated)
-
+    optimizer,
+    lambda _, p: p.sharding,
+    abstract,
+    params,
+    transform_non_params=lambda _: layout.replicated,
+  )

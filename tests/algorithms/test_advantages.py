@@ -19,8 +19,12 @@ def mask_of(*numbers):
 @pytest.mark.parametrize("junk", [0.0, 9.0, -1e6, np.nan])
 def test_gae_is_the_one_by_hand_whatever_the_padding_holds(junk):
   found, returns = advantages.gae(
-      row(0, 0, 1, junk, junk, junk), row(0.5, 0.6, 0.7, junk, junk, junk),
-      mask_of(1, 1, 1, 0, 0, 0), gamma=1.0, lam=0.95)
+    row(0, 0, 1, junk, junk, junk),
+    row(0.5, 0.6, 0.7, junk, junk, junk),
+    mask_of(1, 1, 1, 0, 0, 0),
+    gamma=1.0,
+    lam=0.95,
+  )
   np.testing.assert_allclose(found, row(0.46575, 0.385, 0.3, 0, 0, 0), atol=1e-6)
   np.testing.assert_allclose(returns, row(0.96575, 0.985, 1.0, 0, 0, 0), atol=1e-6)
 
@@ -29,35 +33,43 @@ def test_gae_is_the_one_by_hand_whatever_the_padding_holds(junk):
 def test_gae_is_carried_through_tool_tokens(junk):
   # The same three tokens as above, with two tool tokens after the first.
   found, returns = advantages.gae(
-      row(0, junk, junk, 0, 1), row(0.5, junk, junk, 0.6, 0.7),
-      mask_of(1, 0, 0, 1, 1), gamma=1.0, lam=0.95)
+    row(0, junk, junk, 0, 1),
+    row(0.5, junk, junk, 0.6, 0.7),
+    mask_of(1, 0, 0, 1, 1),
+    gamma=1.0,
+    lam=0.95,
+  )
   np.testing.assert_allclose(found, row(0.46575, 0, 0, 0.385, 0.3), atol=1e-6)
   np.testing.assert_allclose(returns, row(0.96575, 0, 0, 0.985, 1.0), atol=1e-6)
 
 
 def test_gae_discounts_by_gamma_and_lambda():
   # delta = (1 + .5*4 - 2, 3 - 4) = (1, -1); A_0 = 1 + .5 * .5 * -1 = .75.
-  found, returns = advantages.gae(row(1, 3), row(2, 4), mask_of(1, 1),
-                                  gamma=0.5, lam=0.5)
+  found, returns = advantages.gae(
+    row(1, 3), row(2, 4), mask_of(1, 1), gamma=0.5, lam=0.5
+  )
   np.testing.assert_allclose(found, row(0.75, -1))
   np.testing.assert_allclose(returns, row(2.75, 3))
 
 
 def test_gae_of_one_token_is_the_reward_minus_the_value():
-  found, returns = advantages.gae(row(0.7, 9), row(0.2, 9), mask_of(1, 0),
-                                  gamma=0.9, lam=0.9)
+  found, returns = advantages.gae(
+    row(0.7, 9), row(0.2, 9), mask_of(1, 0), gamma=0.9, lam=0.9
+  )
   np.testing.assert_allclose(found, row(0.5, 0), rtol=1e-6)
   np.testing.assert_allclose(returns, row(0.7, 0), rtol=1e-6)
 
 
 def test_gae_of_an_empty_mask_is_zero():
-  found, returns = advantages.gae(row(1, 2), row(3, 4), mask_of(0, 0),
-                                  gamma=1.0, lam=1.0)
+  found, returns = advantages.gae(
+    row(1, 2), row(3, 4), mask_of(0, 0), gamma=1.0, lam=1.0
+  )
   assert not found.any() and not returns.any()
 
 
-@pytest.mark.parametrize("norm_by_std,high,low", [
-    (True, 1.2076, -0.7246), (False, 0.625, -0.375)])
+@pytest.mark.parametrize(
+  "norm_by_std,high,low", [(True, 1.2076, -0.7246), (False, 0.625, -0.375)]
+)
 def test_grpo_of_three_right_answers_out_of_eight(norm_by_std, high, low):
   scores = np.array([1, 0, 0, 1, 0, 1, 0, 0], np.float32)
   found = advantages.grpo(scores, np.zeros(8, np.int64), norm_by_std=norm_by_std)
@@ -84,8 +96,9 @@ def test_grpo_keeps_small_but_real_differences():
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_grpo_of_a_group_of_one_is_zero(norm_by_std):
-  found = advantages.grpo(np.array([1.0, 0.0, 1.0]), np.array([7, 8, 9]),
-                          norm_by_std=norm_by_std)
+  found = advantages.grpo(
+    np.array([1.0, 0.0, 1.0]), np.array([7, 8, 9]), norm_by_std=norm_by_std
+  )
   assert (found == 0).all()
 
 
@@ -102,8 +115,9 @@ def test_grpo_groups_by_id_and_not_by_order():
 
 def test_grpo_normalizes_each_group_by_its_own_std():
   # (0, 2): std sqrt(2); (0, 20): std sqrt(200): both become -+ 1 / sqrt(2).
-  found = advantages.grpo(np.array([0.0, 0.0, 2.0, 20.0]), np.array([1, 2, 1, 2]),
-                          norm_by_std=True)
+  found = advantages.grpo(
+    np.array([0.0, 0.0, 2.0, 20.0]), np.array([1, 2, 1, 2]), norm_by_std=True
+  )
   np.testing.assert_allclose(found, np.array([-1, -1, 1, 1]) / 2**0.5, atol=1e-5)
 
 

@@ -21,40 +21,58 @@ def padded(*rows):
 def scored(draws=(0, 1), **fields):
   """A batch of two rows of 3 tokens and 1 token."""
   return Batch(
-      prompts=[Prompt(np.ones(2, np.int32), "p", "p", 0, d) for d in draws],
-      sample_ids=np.zeros(2, np.int32), response_ids=np.ones((2, 4), np.int32),
-      response_lengths=np.array(LENGTHS, np.int32), finish_reasons=[STOP] * 2,
-      rollout_log_probs=padded([0.0] * 3, [0.0]),
-      rewards=padded([0, 0, 1], [2]), **fields)
+    prompts=[Prompt(np.ones(2, np.int32), "p", "p", 0, d) for d in draws],
+    sample_ids=np.zeros(2, np.int32),
+    response_ids=np.ones((2, 4), np.int32),
+    response_lengths=np.array(LENGTHS, np.int32),
+    finish_reasons=[STOP] * 2,
+    rollout_log_probs=padded([0.0] * 3, [0.0]),
+    rewards=padded([0, 0, 1], [2]),
+    **fields,
+  )
 
 
 def run(batch, estimator, controller=None, **options):
   """``compute_advantages`` with gamma 1, lambda .95."""
-  algorithm = Algorithm(**{**dict(
-      adv_estimator=estimator, gamma=1.0, lam=0.95, norm_adv_by_std=False,
-      whiten_advantages=False, use_kl_in_reward=False, kl_penalty="k1"), **options})
+  algorithm = Algorithm(
+    **{
+      **dict(
+        adv_estimator=estimator,
+        gamma=1.0,
+        lam=0.95,
+        norm_adv_by_std=False,
+        whiten_advantages=False,
+        use_kl_in_reward=False,
+        kl_penalty="k1",
+      ),
+      **options,
+    }
+  )
   return estimate.compute_advantages(
-      batch, algorithm, controller or KLController(**CONTROLLER))
+    batch, algorithm, controller or KLController(**CONTROLLER)
+  )
 
 
 def test_gae_and_its_statistics():
   out = run(scored(values=padded([0.5, 0.6, 0.7], [1.5])), "gae")
   np.testing.assert_allclose(
-      out.advantages, [[0.46575, 0.385, 0.3, 0], [0.5, 0, 0, 0]], atol=1e-6)
+    out.advantages, [[0.46575, 0.385, 0.3, 0], [0.5, 0, 0, 0]], atol=1e-6
+  )
   np.testing.assert_allclose(
-      out.returns, [[0.96575, 0.985, 1, 0], [2, 0, 0, 0]], atol=1e-6)
+    out.returns, [[0.96575, 0.985, 1, 0], [2, 0, 0, 0]], atol=1e-6
+  )
   assert out.metrics["critic/advantages/mean"] == pytest.approx(1.65075 / 4, rel=1e-5)
   assert out.metrics["critic/returns/max"] == 2.0
   assert out.metrics["critic/values/max"] == 1.5  # not the junk
   errors, returns = np.array([0.46575, 0.385, 0.3, 0.5]), [0.96575, 0.985, 1, 2]
   assert out.metrics["critic/vf_explained_var"] == pytest.approx(
-      1 - errors.var() / np.var(returns), rel=1e-4)
+    1 - errors.var() / np.var(returns), rel=1e-4
+  )
 
 
 def test_grpo_spreads_the_score_of_a_row_over_its_tokens():
   out = run(scored(draws=(5, 5)), "grpo")
-  np.testing.assert_allclose(
-      out.advantages, [[-0.5, -0.5, -0.5, 0], [0.5, 0, 0, 0]])
+  np.testing.assert_allclose(out.advantages, [[-0.5, -0.5, -0.5, 0], [0.5, 0, 0, 0]])
   assert not run(scored(draws=(5, 6)), "grpo").advantages.any()  # groups of one
 
 
@@ -66,15 +84,16 @@ def test_grpo_of_a_masked_row_counts_in_the_group_but_is_not_trained():
 
 def test_remax_subtracts_the_greedy_score():
   out = run(scored(baseline_scores=np.array([0.25, 3], np.float32)), "remax")
-  np.testing.assert_allclose(
-      out.advantages, [[0.75, 0.75, 0.75, 0], [-1, 0, 0, 0]])
+  np.testing.assert_allclose(out.advantages, [[0.75, 0.75, 0.75, 0], [-1, 0, 0, 0]])
 
 
 def with_kl():
   """Log-ratios (.2, 0, -.1) and (1,) to the reference."""
-  return scored(values=padded([0.5, 0.6, 0.7], [1.5]),
-                old_log_probs=padded([-1, -2, -3], [-1]),
-                ref_log_probs=padded([-1.2, -2, -2.9], [-2]))
+  return scored(
+    values=padded([0.5, 0.6, 0.7], [1.5]),
+    old_log_probs=padded([-1, -2, -3], [-1]),
+    ref_log_probs=padded([-1.2, -2, -2.9], [-2]),
+  )
 
 
 def test_the_kl_in_the_reward_by_hand():
@@ -85,7 +104,8 @@ def test_the_kl_in_the_reward_by_hand():
   np.testing.assert_allclose(out.rewards[1, 0], 1.5, atol=1e-6)
   # delta = (-.1 + .6 - .5, .7 - .6, 1.05 - .7) = (0, .1, .35)
   np.testing.assert_allclose(
-      out.advantages, [[0.410875, 0.4325, 0.35, 0], [0, 0, 0, 0]], atol=1e-6)
+    out.advantages, [[0.410875, 0.4325, 0.35, 0], [0, 0, 0, 0]], atol=1e-6
+  )
   # mean over sequences of the sums (.1, 1); the coefficient before its update
   assert out.metrics["actor/reward_kl_penalty"] == pytest.approx(0.55, rel=1e-5)
   assert out.metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -95,7 +115,8 @@ def test_the_kl_in_the_reward_by_hand():
 def test_the_kl_in_the_reward_skips_masked_tokens():
   mask = np.array([[True, False, True, True], [True] * 4])
   batch = with_kl().with_fields(
-      loss_mask=mask, ref_log_probs=padded([-1.2, -50, -2.9], [-2]))
+    loss_mask=mask, ref_log_probs=padded([-1.2, -50, -2.9], [-2])
+  )
   out = run(batch, "gae", use_kl_in_reward=True)
   assert out.rewards[0, 1] == 0
   assert out.metrics["actor/reward_kl_penalty"] == pytest.approx(0.55, rel=1e-5)
@@ -113,8 +134,9 @@ def test_whitening_is_over_the_tokens_of_the_batch():
 
 @pytest.mark.parametrize("estimator", estimate.ESTIMATORS)
 def test_an_all_masked_batch_gives_zeros_and_no_nan(estimator):
-  batch = with_kl().with_fields(loss_mask=np.zeros((2, 4), bool),
-                                baseline_scores=np.ones(2, np.float32))
+  batch = with_kl().with_fields(
+    loss_mask=np.zeros((2, 4), bool), baseline_scores=np.ones(2, np.float32)
+  )
   out = run(batch, estimator, use_kl_in_reward=True, whiten_advantages=True)
   assert not out.advantages.any() and not out.returns.any()
   assert np.isfinite(list(out.metrics.values())).all()

@@ -12,8 +12,12 @@ from jaxrl_hybrid.algorithms import kl
 estimate = jax.jit(kl.kl_estimate, static_argnames="kind")
 
 # Policy (.5, .2) against reference (.25, .4).
-HAND = {"k1": [0.6931, -0.6931], "k2": [0.2402, 0.2402], "k3": [0.1931, 0.3069],
-        "abs": [0.6931, 0.6931]}
+HAND = {
+  "k1": [0.6931, -0.6931],
+  "k2": [0.2402, 0.2402],
+  "k3": [0.1931, 0.3069],
+  "abs": [0.6931, 0.6931],
+}
 
 
 def test_every_estimator_has_a_hand_value():
@@ -22,8 +26,9 @@ def test_every_estimator_has_a_hand_value():
 
 @pytest.mark.parametrize("kind", kl.ESTIMATORS)
 def test_estimators_by_hand(kind):
-  got = estimate(jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.25, 0.4])),
-                 kind=kind)
+  got = estimate(
+    jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.25, 0.4])), kind=kind
+  )
   np.testing.assert_allclose(got, HAND[kind], atol=5e-5)
 
 
@@ -53,10 +58,12 @@ POLICY = jnp.log(jnp.array([0.6, 0.3, 0.1]))
 
 def expected_gradient(kind):
   """Of the KL loss over tokens sampled from the policy, by exact expectation."""
+
   def loss(logits):
     log_probs = jax.nn.log_softmax(logits)
     weights = jax.lax.stop_gradient(jnp.exp(log_probs))
     return jnp.sum(weights * kl.kl_estimate(log_probs, REFERENCE, kind))
+
   return jax.jit(jax.grad(loss))(POLICY)
 
 
@@ -73,18 +80,23 @@ def test_a_step_on_the_kl_loss_moves_the_policy_to_the_reference(kind):
 
 
 def test_the_gradient_of_k2_is_that_of_the_kl_and_the_one_of_k1_is_zero():
-  np.testing.assert_allclose(expected_gradient("k2"),
-                             jax.jit(jax.grad(kl_to_reference))(POLICY), atol=1e-6)
+  np.testing.assert_allclose(
+    expected_gradient("k2"), jax.jit(jax.grad(kl_to_reference))(POLICY), atol=1e-6
+  )
   np.testing.assert_allclose(expected_gradient("k1"), 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("measured,expected", [
+@pytest.mark.parametrize(
+  "measured,expected",
+  [
     (12.0, 0.102),  # far above: +20 %
     (6.6, 0.101),  # 10 % above
     (6.0, 0.1),
     (5.4, 0.099),
     (0.0, 0.098),  # far below: -20 %
-    (-1.0, 0.098)])
+    (-1.0, 0.098),
+  ],
+)
 def test_the_adaptive_controller_by_hand(measured, expected):
   controller = kl.KLController("adaptive", 0.1, target=6.0, horizon=100)
   controller.update(measured, sequences=10)

@@ -12,11 +12,17 @@ from jaxrl_hybrid.algorithms import reduce
 # Sequences of 1 and 3 tokens, losses 1 and 2 per token, padding of junk.
 LOSS = np.array([[1, 9, 9, 9], [2, 2, 2, 9]], np.float32)
 MASK = np.array([[1, 0, 0, 0], [1, 1, 1, 0]], bool)
-HAND = {"token-mean": 1.75, "token-sum": 7.0, "seq-mean-token-sum": 3.5,
-        "seq-mean-token-sum-norm": 0.875, "seq-mean-token-mean": 1.5}
+HAND = {
+  "token-mean": 1.75,
+  "token-sum": 7.0,
+  "seq-mean-token-sum": 3.5,
+  "seq-mean-token-sum-norm": 0.875,
+  "seq-mean-token-mean": 1.5,
+}
 
-aggregate = jax.jit(functools.partial(reduce.aggregate, scale=4.0),
-                    static_argnames="mode")
+aggregate = jax.jit(
+  functools.partial(reduce.aggregate, scale=4.0), static_argnames="mode"
+)
 
 
 def test_every_mode_has_a_hand_value():
@@ -41,8 +47,10 @@ def test_micro_batches_add_up_to_the_whole(mode, micro_rows):
   split = lambda x: x.reshape(-1, micro_rows, 5)
   total = reduce.totals(split(mask))
   whole = aggregate(loss, mask, reduce.totals(mask), mode=mode)
-  parts = [aggregate(x, m, total, mode=mode)
-           for x, m in zip(split(loss), split(mask), strict=True)]
+  parts = [
+    aggregate(x, m, total, mode=mode)
+    for x, m in zip(split(loss), split(mask), strict=True)
+  ]
   np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
 
 
@@ -61,15 +69,22 @@ def test_a_masked_truncated_row_is_not_in_the_denominator():
 @pytest.mark.parametrize("mode", reduce.AGGREGATIONS)
 def test_an_all_masked_batch_has_loss_and_gradient_zero(mode):
   mask = np.zeros_like(MASK)
-  loss, grad = jax.jit(jax.value_and_grad(
-      lambda x: reduce.aggregate(x, mask, reduce.totals(mask), mode=mode)))(LOSS)
+  loss, grad = jax.jit(
+    jax.value_and_grad(
+      lambda x: reduce.aggregate(x, mask, reduce.totals(mask), mode=mode)
+    )
+  )(LOSS)
   assert loss == 0 and (np.asarray(grad) == 0).all()
 
 
 def test_an_unknown_mode_is_named():
   with pytest.raises(ValueError, match="'mean'"):
-    reduce.aggregate(jnp.ones((1, 1)), jnp.ones((1, 1), bool),
-                     reduce.totals(jnp.ones((1, 1), bool)), mode="mean")
+    reduce.aggregate(
+      jnp.ones((1, 1)),
+      jnp.ones((1, 1), bool),
+      reduce.totals(jnp.ones((1, 1), bool)),
+      mode="mean",
+    )
 
 
 @pytest.mark.parametrize("junk", [5.0, 1e6, np.nan])

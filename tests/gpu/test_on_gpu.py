@@ -5,24 +5,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_hybrid.models import decoder, params as params_lib
+from jaxrl_hybrid.models import decoder
+from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention
-from jaxrl_hybrid.parallel import hybrid, mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu",
-                       reason="needs a GPU: JAXRL_TEST_GPU=1 pytest tests/gpu")]
+  pytest.mark.gpu,
+  pytest.mark.skipif(
+    jax.default_backend() != "gpu",
+    reason="needs a GPU: JAXRL_TEST_GPU=1 pytest tests/gpu",
+  ),
+]
 
 SPEC = ModelSpec("llama", 5003, 512, 1024, 8, 8, 2, 64, 1024, initializer_range=0.04)
 
 
 def qkv(dtype, length=96):
   keys = jax.random.split(jax.random.key(0), 3)
-  return [jax.random.normal(k, (4, length, h, 64), dtype) for k, h in zip(keys, (8, 2, 2))]
+  return [
+    jax.random.normal(k, (4, length, h, 64), dtype) for k, h in zip(keys, (8, 2, 2))
+  ]
 
 
 def test_cudnn_is_chosen_for_bf16_and_xla_for_fp32():
@@ -33,7 +40,9 @@ def test_cudnn_is_chosen_for_bf16_and_xla_for_fp32():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_cudnn_gradient_equals_the_fp32_reference(dtype):
   def loss(q, k, v, dtype, implementation):
-    out = attention.causal(q, k, v, dtype=jnp.dtype(dtype), implementation=implementation)
+    out = attention.causal(
+      q, k, v, dtype=jnp.dtype(dtype), implementation=implementation
+    )
     return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
 
   grads = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=(3, 4))
@@ -49,18 +58,25 @@ def test_cudnn_decode_reads_live_slots_only():
   lengths = jnp.array([1, 5, 40, 96], jnp.int32)
   dead = jnp.arange(96)[None, :, None, None] >= lengths[:, None, None, None]
   poison = lambda x: jnp.where(dead, 1e4, x)
-  out = attention.cached(q[:, :1], poison(k), poison(v), lengths, implementation="cudnn")
+  out = attention.cached(
+    q[:, :1], poison(k), poison(v), lengths, implementation="cudnn"
+  )
   expected = attention.cached(q[:, :1], k, v, lengths, implementation="xla")
-  np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2e-2)
+  np.testing.assert_allclose(
+    out.astype(np.float32), expected.astype(np.float32), atol=2e-2
+  )
 
 
-@pytest.mark.parametrize("dtype,limit", [
-    ("float32", 1e-5), ("bfloat16", 5e-3), ("float16", 1e-3)])
+@pytest.mark.parametrize(
+  "dtype,limit", [("float32", 1e-5), ("bfloat16", 5e-3), ("float16", 1e-3)]
+)
 def test_rollout_and_trainer_agree(dtype, limit):
   precision = "highest" if dtype == "float32" else "default"
   with jax.default_matmul_precision(precision):
     gap, ratio = gap_and_first_ratio(jnp.dtype(dtype))
-  print(f"{dtype}: mean |logp_engine - logp_trainer| = {gap:.2e}, |ratio - 1| = {ratio:.1e}")
+  print(
+    f"{dtype}: mean |logp_engine - logp_trainer| = {gap:.2e}, |ratio - 1| = {ratio:.1e}"
+  )
   assert gap < limit
 
 
@@ -69,20 +85,25 @@ def gap_and_first_ratio(dtype):
   layout = rules.Layout(mesh_lib.generation_mesh(train.mesh, (1, 1)), rules.GENERATION)
   implementation = attention.choose("auto", dtype=dtype, head_dim=64)
   model = decoder.Decoder(SPEC, dtype, implementation, layout.constrain)
-  params = jax.jit(lambda: params_lib.init_params(SPEC, jax.random.key(0), vocab=5003))()
+  params = jax.jit(
+    lambda: params_lib.init_params(SPEC, jax.random.key(0), vocab=5003)
+  )()
   switch = hybrid.HybridEngine(params_lib.logical_axes(SPEC), layout, dtype, 8)
   weights, _ = switch.to_generation(params)
   engine = Engine(model, layout, eos_ids=[1], max_rows=64, seed=0)
   prompts = [np.arange(2, 12 + i, dtype=np.int32) for i in range(64)]
-  out = engine.generate(weights, prompts, range(64), n=1, max_new=64, sampling=Sampling())
+  out = engine.generate(
+    weights, prompts, range(64), n=1, max_new=64, sampling=Sampling()
+  )
   tokens = np.zeros((64, 160), np.int32)
   for i, prompt in enumerate(prompts):
     row = np.concatenate([prompt, out.ids[i, : out.lengths[i]]])
     tokens[i, : len(row)] = row
   score = lambda p: model.token_log_probs(p, tokens, temperature=1.0, chunk=64)[0]
   forward = np.asarray(jax.jit(score)(params))
-  (_, in_update), _ = jax.jit(jax.value_and_grad(
-      lambda p: (score(p).mean(), score(p)), has_aux=True))(params)
+  (_, in_update), _ = jax.jit(
+    jax.value_and_grad(lambda p: (score(p).mean(), score(p)), has_aux=True)
+  )(params)
   gaps, ratios = [], []
   for i, prompt in enumerate(prompts):
     span = slice(len(prompt), len(prompt) + out.lengths[i])

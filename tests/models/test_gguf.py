@@ -96,8 +96,15 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str, pre: str) -> None:
 
 
 def write_gguf(
-  path: Path, arch="llama", *, pre="smollm", tied=False, seed=0, extra=None,
-  skip=(), add=()
+  path: Path,
+  arch="llama",
+  *,
+  pre="smollm",
+  tied=False,
+  seed=0,
+  extra=None,
+  skip=(),
+  add=(),
 ) -> dict[str, np.ndarray]:
   """Writes a GGUF file; returns its weights by their HF names."""
   rng = np.random.default_rng(seed)
@@ -262,9 +269,15 @@ def test_logits_equal_a_model_with_the_known_weights(tmp_path, arch, tied):
 
   weights, out = converted(tmp_path, arch, tied=tied)
   config = getattr(transformers, HF_CLASS[arch] + "Config")(
-    vocab_size=len(TOKENS), hidden_size=WIDTH, intermediate_size=MLP,
-    num_hidden_layers=LAYERS, num_attention_heads=HEADS, head_dim=HEAD,
-    num_key_value_heads=KV_HEADS, rms_norm_eps=1e-3, tie_word_embeddings=tied,
+    vocab_size=len(TOKENS),
+    hidden_size=WIDTH,
+    intermediate_size=MLP,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    head_dim=HEAD,
+    num_key_value_heads=KV_HEADS,
+    rms_norm_eps=1e-3,
+    tie_word_embeddings=tied,
     rope_parameters={"rope_type": "default", "rope_theta": 500.0},
   )
   expected = getattr(transformers, HF_CLASS[arch] + "ForCausalLM")(config).eval()

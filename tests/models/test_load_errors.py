@@ -13,27 +13,39 @@ from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.hf import load
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import rules
 
 # Vocabulary 5: on tp 4 it is padded to 8 and the last shard is all padding.
 SPEC = ModelSpec("llama", 5, 8, 12, 2, 4, 4, 2, 64)
 TIED = ModelSpec("llama", 5, 8, 12, 2, 4, 4, 2, 64, tie_word_embeddings=True)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = {"input_layernorm": (8,), "post_attention_layernorm": (8,),
-         "self_attn.q_proj": (8, 8), "self_attn.k_proj": (8, 8),
-         "self_attn.v_proj": (8, 8), "self_attn.o_proj": (8, 8),
-         "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)}
+LAYER = {
+  "input_layernorm": (8,),
+  "post_attention_layernorm": (8,),
+  "self_attn.q_proj": (8, 8),
+  "self_attn.k_proj": (8, 8),
+  "self_attn.v_proj": (8, 8),
+  "self_attn.o_proj": (8, 8),
+  "mlp.gate_proj": (12, 8),
+  "mlp.up_proj": (12, 8),
+  "mlp.down_proj": (8, 12),
+}
 
 
 def tensors(tied=False):
   """A complete checkpoint, names and shapes as HF writes them."""
   shapes = {EMBED: (5, 8), "model.norm.weight": (8,)}
   shapes |= {} if tied else {HEAD: (5, 8)}
-  shapes |= {f"model.layers.{i}.{name}.weight": shape
-             for i in range(2) for name, shape in LAYER.items()}
+  shapes |= {
+    f"model.layers.{i}.{name}.weight": shape
+    for i in range(2)
+    for name, shape in LAYER.items()
+  }
   rng = np.random.default_rng(0)
-  return {name: rng.normal(size=shape).astype(np.float32)
-          for name, shape in shapes.items()}
+  return {
+    name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
+  }
 
 
 def write(directory, weights):
@@ -44,8 +56,9 @@ def write(directory, weights):
 def read(directory, spec=SPEC, tp=1, head=params_lib.LM):
   layout = rules.Layout(mesh_lib.train_mesh((1, tp, 1)), rules.TRAIN)
   shardings = layout.shardings(params_lib.logical_axes(spec, head=head))
-  return load.load_params(directory, spec, shardings, vocab=spec.padded_vocab(tp),
-                          head=head)
+  return load.load_params(
+    directory, spec, shardings, vocab=spec.padded_vocab(tp), head=head
+  )
 
 
 def assert_refused(directory, *words, **options):
@@ -59,24 +72,35 @@ def assert_refused(directory, *words, **options):
 def test_the_complete_checkpoint_loads(tmp_path):
   params = read(write(tmp_path, tensors()))
   np.testing.assert_array_equal(
-      params["layers"]["mlp"]["down"]["kernel"][1],
-      tensors()["model.layers.1.mlp.down_proj.weight"].T)
+    params["layers"]["mlp"]["down"]["kernel"][1],
+    tensors()["model.layers.1.mlp.down_proj.weight"].T,
+  )
 
 
 def test_a_missing_tensor_is_named(tmp_path):
   weights = tensors()
   del weights["model.layers.1.self_attn.k_proj.weight"]
-  assert_refused(write(tmp_path, weights), "missing", "left over [] (0)",
-                 "model.layers.1.self_attn.k_proj.weight", "(1)")
+  assert_refused(
+    write(tmp_path, weights),
+    "missing",
+    "left over [] (0)",
+    "model.layers.1.self_attn.k_proj.weight",
+    "(1)",
+  )
 
 
 def test_a_missing_head_of_an_untied_model_is_named(tmp_path):
   assert_refused(write(tmp_path, tensors(tied=True)), "missing", HEAD)
 
 
-@pytest.mark.parametrize("extra", [
-    "model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight",
-    "model.layers.0.self_attn.q_norm.weight"])
+@pytest.mark.parametrize(
+  "extra",
+  [
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.2.mlp.up_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+  ],
+)
 def test_a_leftover_tensor_is_named(tmp_path, extra):
   weights = tensors() | {extra: np.zeros(8, np.float32)}
   assert_refused(write(tmp_path, weights), "left over", extra, "(1)", "missing [] (0)")
@@ -87,12 +111,18 @@ def test_rotary_buffers_of_old_checkpoints_are_no_leftover(tmp_path):
   read(write(tmp_path, tensors() | {name: np.zeros(2, np.float32)}))
 
 
-@pytest.mark.parametrize("name,got,expected", [
+@pytest.mark.parametrize(
+  "name,got,expected",
+  [
     ("model.layers.1.mlp.down_proj.weight", (12, 8), "(8, 12)"),  # transposed
     ("model.layers.0.self_attn.q_proj.weight", (8, 9), "(8, 8)"),
     ("model.layers.0.mlp.up_proj.weight", (11, 8), "(12, 8)"),
     ("model.norm.weight", (9,), "(8,)"),
-    (EMBED, (6, 8), "(5, 8)"), (EMBED, (4, 8), "(5, 8)"), (HEAD, (5, 7), "(5, 8)")])
+    (EMBED, (6, 8), "(5, 8)"),
+    (EMBED, (4, 8), "(5, 8)"),
+    (HEAD, (5, 7), "(5, 8)"),
+  ],
+)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_wrong_shape_is_named_with_both_shapes(tmp_path, name, got, expected, tp):
   weights = tensors() | {name: np.zeros(got, np.float32)}
@@ -128,8 +158,11 @@ def sharded(directory, weights):
 
 def test_a_sharded_checkpoint_equals_the_single_file(tmp_path):
   (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-  jax.tree.map(np.testing.assert_array_equal, read(write(tmp_path / "one", tensors())),
-               read(sharded(tmp_path / "two", tensors())))
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    read(write(tmp_path / "one", tensors())),
+    read(sharded(tmp_path / "two", tensors())),
+  )
 
 
 def test_a_missing_file_of_the_index_is_named(tmp_path):
@@ -180,13 +213,19 @@ def test_vocabulary_padding_loads_zeros(tmp_path, tp):
 def test_every_leaf_is_the_same_on_every_mesh(tmp_path, tp):
   write(tmp_path, tensors())
   one, many = jax.device_get(read(tmp_path)), jax.device_get(read(tmp_path, tp=tp))
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[..., : len(a), :]
-               if a.ndim == 2 else b), one, many)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(
+      a, b[..., : len(a), :] if a.ndim == 2 else b
+    ),
+    one,
+    many,
+  )
 
 
 def test_bfloat16_checkpoints_load_exactly_into_float32(tmp_path):
   half = {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors().items()}
   params = read(write(tmp_path, half))
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
-  np.testing.assert_array_equal(params["embed"]["kernel"],
-                                half[EMBED].astype(np.float32))
+  np.testing.assert_array_equal(
+    params["embed"]["kernel"], half[EMBED].astype(np.float32)
+  )

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxrl_hybrid.models import decoder, params as params_lib, spec as spec_lib
-from jaxrl_hybrid.models.hf import export, load
-from jaxrl_hybrid.parallel import hybrid, mesh as mesh_lib, rules
 from oracle import FAMILIES, torch_model
+
+from jaxrl_hybrid.models import decoder
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models import spec as spec_lib
+from jaxrl_hybrid.models.hf import export, load
+from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
 
 
 def build(directory, mesh_shape=(1, 1, 1)):
@@ -23,15 +26,18 @@ def build(directory, mesh_shape=(1, 1, 1)):
 
 def logits_of(model, params, tokens):
   """fp32 logits of the un-padded vocabulary."""
+
   def run(params, tokens):
     hidden = model.hidden(params, tokens)
     flat = model.logits(params, hidden.reshape(-1, hidden.shape[-1]))
     return flat.reshape(*tokens.shape, -1)[..., : model.spec.vocab_size]
+
   return np.asarray(jax.jit(run)(params, tokens))
 
 
 def hf_logits(model, tokens):
   import torch
+
   with torch.no_grad():
     return model(torch.tensor(np.asarray(tokens, np.int64))).logits.numpy()
 
@@ -51,8 +57,11 @@ def test_llama3_scaling_matters_at_long_positions_only(tmp_path):
   theirs = torch_model("llama3_rope", tmp_path)
   model, params, _ = build(tmp_path)
   plain = decoder.Decoder(
-      spec_lib.dataclasses.replace(model.spec, rope=spec_lib.RopeSpec(5e5)),
-      jnp.float32, "xla", model.constrain)
+    spec_lib.dataclasses.replace(model.spec, rope=spec_lib.RopeSpec(5e5)),
+    jnp.float32,
+    "xla",
+    model.constrain,
+  )
   tokens = np.random.default_rng(0).integers(0, 131, (1, 200)).astype(np.int32)
   expected = hf_logits(theirs, tokens)
   gap = np.abs(logits_of(plain, params, tokens) - expected).max((0, 2))
@@ -75,10 +84,16 @@ def test_logits_on_a_mesh_with_padded_vocab(mesh_shape, tmp_path):
 def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
   theirs = torch_model(name, tmp_path / "in")
   model, params, _ = build(tmp_path / "in", (1, 2, 1) if name == "qwen2" else (1, 1, 1))
-  export.export_hf(params, model.spec, tmp_path / "out",
-                   hf_config=spec_lib.load_hf_config(tmp_path / "in"),
-                   source_dir=tmp_path / "in", max_shard_bytes=shard_bytes)
+  export.export_hf(
+    params,
+    model.spec,
+    tmp_path / "out",
+    hf_config=spec_lib.load_hf_config(tmp_path / "in"),
+    source_dir=tmp_path / "in",
+    max_shard_bytes=shard_bytes,
+  )
   from transformers import AutoModelForCausalLM
+
   again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
   tokens = np.arange(20)[None]
   np.testing.assert_array_equal(hf_logits(again, tokens), hf_logits(theirs, tokens))
@@ -105,5 +120,6 @@ def test_prefill_and_decode_equal_the_full_forward(name, tmp_path):
   for t in range(5, 12):
     got = model.logits(weights, last)[:, :131]
     np.testing.assert_allclose(got, expected[:, t - 1], atol=2e-5)
-    last, caches = model.decode(weights, jnp.asarray(tokens[:, t]),
-                                jnp.full((2,), t, jnp.int32), caches)
+    last, caches = model.decode(
+      weights, jnp.asarray(tokens[:, t]), jnp.full((2,), t, jnp.int32), caches
+    )

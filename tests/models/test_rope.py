@@ -10,16 +10,25 @@ import pytest
 from jaxrl_hybrid.models import rope
 from jaxrl_hybrid.models.spec import RopeSpec
 
-LLAMA3 = RopeSpec(5e5, "llama3", (
-    ("factor", 32.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
-    ("original_max_position_embeddings", 8192)))
+LLAMA3 = RopeSpec(
+  5e5,
+  "llama3",
+  (
+    ("factor", 32.0),
+    ("high_freq_factor", 4.0),
+    ("low_freq_factor", 1.0),
+    ("original_max_position_embeddings", 8192),
+  ),
+)
 
 
 def test_llama3_frequencies_are_those_of_the_model_card():
   got, factor = rope.inverse_frequencies(LLAMA3, 64)
   np.testing.assert_allclose(
-      got[[0, 10, 15, 16, 20, 31]],
-      [1, 0.0165604, 0.00129055, 4.29557e-4, 8.57026e-6, 9.41831e-8], rtol=4e-6)
+    got[[0, 10, 15, 16, 20, 31]],
+    [1, 0.0165604, 0.00129055, 4.29557e-4, 8.57026e-6, 9.41831e-8],
+    rtol=4e-6,
+  )
   assert factor == 1.0 and got.dtype == np.float32 and got.shape == (32,)
 
 
@@ -35,23 +44,36 @@ def test_linear_divides_all_frequencies():
 
 
 def test_yarn_keeps_short_wavelengths_and_divides_long_ones():
-  spec = RopeSpec(1e4, "yarn", (("factor", 4.0), ("max_positions", 4096),
-                                ("original_max_position_embeddings", 1024)))
+  spec = RopeSpec(
+    1e4,
+    "yarn",
+    (
+      ("factor", 4.0),
+      ("max_positions", 4096),
+      ("original_max_position_embeddings", 1024),
+    ),
+  )
   plain, _ = rope.inverse_frequencies(RopeSpec(1e4), 64)
   got, factor = rope.inverse_frequencies(spec, 64)
   # dims of 32 and of 1 rotations in 1024 positions: 5.66 -> 5, 17.7 -> 18.
   np.testing.assert_allclose(got[:6], plain[:6], rtol=1e-6)
   np.testing.assert_allclose(got[18:], plain[18:] / 4, rtol=1e-6)
   blend = 1 - 5 / 13  # at 10: 5 of the 13 dims between
-  np.testing.assert_allclose(
-      got[10], plain[10] * (blend + (1 - blend) / 4), rtol=1e-6)
+  np.testing.assert_allclose(got[10], plain[10] * (blend + (1 - blend) / 4), rtol=1e-6)
   assert factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_an_explicit_attention_factor_wins_and_scales_cos_and_sin():
-  spec = RopeSpec(1e4, "yarn", (
-      ("attention_factor", 2.0), ("factor", 4.0), ("max_positions", 4096),
-      ("original_max_position_embeddings", 1024)))
+  spec = RopeSpec(
+    1e4,
+    "yarn",
+    (
+      ("attention_factor", 2.0),
+      ("factor", 4.0),
+      ("max_positions", 4096),
+      ("original_max_position_embeddings", 1024),
+    ),
+  )
   cos, sin = rope.cos_sin(spec, 8, jnp.array([[0, 5]]))
   np.testing.assert_allclose(cos**2 + sin**2, 4.0, rtol=1e-5)
 
@@ -65,8 +87,10 @@ def test_rotation_by_hand():
 
 @pytest.mark.parametrize("spec", [RopeSpec(), LLAMA3])
 def test_scores_depend_on_the_distance_only_and_lengths_are_kept(spec):
-  q, k = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 1, 1, 64)),
-                      jnp.float32) for i in range(2))
+  q, k = (
+    jnp.asarray(np.random.default_rng(i).normal(size=(1, 1, 1, 64)), jnp.float32)
+    for i in range(2)
+  )
 
   @jax.jit
   def score(at_q, at_k):

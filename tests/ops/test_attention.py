@@ -9,8 +9,11 @@ import pytest
 
 from jaxrl_hybrid.ops import attention
 
-causal = jax.jit(functools.partial(
-    attention.causal, dtype=jnp.dtype(jnp.float32), implementation="xla"))
+causal = jax.jit(
+  functools.partial(
+    attention.causal, dtype=jnp.dtype(jnp.float32), implementation="xla"
+  )
+)
 cached = jax.jit(functools.partial(attention.cached, implementation="xla"))
 
 
@@ -33,8 +36,9 @@ def reference(q_THA, k_SKA, v_SKA, visible_TS):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_causal_equals_a_masked_softmax(kv_heads):
-  q, k, v = (random(2, 7, heads, 8, seed=i)
-             for i, heads in enumerate((4, kv_heads, kv_heads)))
+  q, k, v = (
+    random(2, 7, heads, 8, seed=i) for i, heads in enumerate((4, kv_heads, kv_heads))
+  )
   got = causal(q, k, v)
   for row in range(2):
     expected = reference(q[row], k[row], v[row], np.tril(np.ones((7, 7), bool)))
@@ -45,13 +49,17 @@ def test_causal_rows_do_not_see_what_comes_later():
   q, k, v = (random(1, 7, 2, 8, seed=i) for i in range(3))
   poison = lambda x: np.concatenate([x[:, :4], np.full_like(x[:, 4:], 1e4)], 1)
   np.testing.assert_array_equal(
-      causal(q, k, v)[:, :4], causal(poison(q), poison(k), poison(v))[:, :4])
+    causal(q, k, v)[:, :4], causal(poison(q), poison(k), poison(v))[:, :4]
+  )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_cached_equals_a_softmax_over_the_first_slots(kv_heads):
-  q, k, v = random(4, 1, 4, 8), random(4, 9, kv_heads, 8, seed=1), random(
-      4, 9, kv_heads, 8, seed=2)
+  q, k, v = (
+    random(4, 1, 4, 8),
+    random(4, 9, kv_heads, 8, seed=1),
+    random(4, 9, kv_heads, 8, seed=2),
+  )
   lengths = np.array([1, 4, 8, 9], np.int32)
   poisoned = [x.copy() for x in (k, v)]
   for row, length in enumerate(lengths):
@@ -74,11 +82,14 @@ def test_auto_on_a_cpu_is_xla_and_a_request_is_kept():
   assert attention.choose("cudnn", dtype=jnp.float32, head_dim=7) == "cudnn"
 
 
-@pytest.mark.parametrize("dtype,error", [("float32", 1e-6), ("bfloat16", 2e-2),
-                                         ("float16", 2e-3)])
+@pytest.mark.parametrize(
+  "dtype,error", [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 2e-3)]
+)
 def test_16_bit_operands_round_as_little_as_their_format(dtype, error):
   q, k, v = (random(2, 9, heads, 8, seed=i) for i, heads in enumerate((4, 2, 2)))
-  run = functools.partial(attention.causal, dtype=jnp.dtype(dtype), implementation="xla")
+  run = functools.partial(
+    attention.causal, dtype=jnp.dtype(dtype), implementation="xla"
+  )
   got = np.asarray(jax.jit(run)(q, k, v))
   difference = np.abs(got - causal(q, k, v)).max()
   assert got.dtype == np.float32 and difference < error
@@ -89,7 +100,9 @@ def test_float16_attention_has_bfloat16s_range_in_its_gradient():
   q, k, v = (random(1, 5, 2, 8, seed=i) for i in range(3))
 
   def gradient(dtype, scale):
-    run = functools.partial(attention.causal, dtype=jnp.dtype(dtype), implementation="xla")
+    run = functools.partial(
+      attention.causal, dtype=jnp.dtype(dtype), implementation="xla"
+    )
     return jax.jit(jax.grad(lambda q: scale * jnp.sum(run(q, k, v) ** 2)))(q) / scale
 
   exact = gradient("float32", 1.0)

@@ -27,8 +27,9 @@ def dense(hidden, head, temperature):
 
 
 def chunked(hidden, head, temperature, chunk):
-  return logprob.token_log_probs(hidden, head, TARGETS, temperature=temperature,
-                                 vocab_size=VOCAB, chunk=chunk)
+  return logprob.token_log_probs(
+    hidden, head, TARGETS, temperature=temperature, vocab_size=VOCAB, chunk=chunk
+  )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -37,12 +38,14 @@ def test_values_equal_a_float64_softmax(chunk, temperature):
   logits = HIDDEN.astype(np.float64) @ HEAD[:VOCAB].T.astype(np.float64) / temperature
   probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
   expected = np.log(np.take_along_axis(probs, TARGETS[..., None], -1)[..., 0])
-  log_probs, entropy = jax.jit(functools.partial(
-      chunked, temperature=temperature, chunk=chunk))(HIDDEN, HEAD)
+  log_probs, entropy = jax.jit(
+    functools.partial(chunked, temperature=temperature, chunk=chunk)
+  )(HIDDEN, HEAD)
   assert log_probs.dtype == entropy.dtype == jnp.float32
   np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(entropy, -(probs * np.log(probs)).sum(-1),
-                             rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(
+    entropy, -(probs * np.log(probs)).sum(-1), rtol=1e-5, atol=1e-5
+  )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -51,6 +54,7 @@ def test_gradients_equal_those_of_the_dense_formula(chunk):
     def loss(hidden, head):
       log_probs, entropy = function(hidden, head)
       return (WEIGHTS[0] * log_probs + WEIGHTS[1] * entropy).sum()
+
     return jax.jit(jax.grad(loss, (0, 1)))(HIDDEN, HEAD)
 
   got = weighted(functools.partial(chunked, temperature=0.7, chunk=chunk))
@@ -67,13 +71,17 @@ def test_padded_columns_have_probability_zero():
   assert (np.asarray(probs)[0, 2:] == 0).all()
 
 
-@pytest.mark.parametrize("temperature,expected", [
-    (0.7, [-0.2601, -1.6887, -3.1173]), (1.0, [-0.4076, -1.4076, -2.4076])])
+@pytest.mark.parametrize(
+  "temperature,expected",
+  [(0.7, [-0.2601, -1.6887, -3.1173]), (1.0, [-0.4076, -1.4076, -2.4076])],
+)
 def test_the_temperature_is_that_of_the_rollout(temperature, expected):
   hidden = jnp.broadcast_to(jnp.array([2.0, 1.0, 0.0]), (1, 3, 3))
-  got, _ = jax.jit(functools.partial(
-      logprob.token_log_probs, temperature=temperature, vocab_size=3, chunk=2))(
-          hidden, jnp.eye(3), jnp.array([[0, 1, 2]]))
+  got, _ = jax.jit(
+    functools.partial(
+      logprob.token_log_probs, temperature=temperature, vocab_size=3, chunk=2
+    )
+  )(hidden, jnp.eye(3), jnp.array([[0, 1, 2]]))
   np.testing.assert_allclose(got[0], expected, atol=5e-5)
 
 
@@ -88,7 +96,8 @@ def test_bfloat16_inputs_give_float32_log_probs():
   got, _ = run(half(HIDDEN), half(HEAD))
   wide = lambda x: half(x).astype(jnp.float32)
   expected, _ = jax.jit(functools.partial(dense, temperature=1.0))(
-      wide(HIDDEN), wide(HEAD))
+    wide(HIDDEN), wide(HEAD)
+  )
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, expected, atol=1e-4)  # no rounding of logits
 
@@ -100,7 +109,8 @@ def test_the_backward_pass_never_holds_the_whole_logits():
 
   def loss(hidden, head, targets, chunk):
     log_probs, entropy = logprob.token_log_probs(
-        hidden, head, targets, temperature=1.0, vocab_size=4096, chunk=chunk)
+      hidden, head, targets, temperature=1.0, vocab_size=4096, chunk=chunk
+    )
     return (log_probs + entropy).sum()
 
   def temporary(chunk):

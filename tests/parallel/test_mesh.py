@@ -1,20 +1,29 @@
 """Device orders of the two meshes, and training shards inside generation shards."""
 
 import jax
-from jax.sharding import Mesh
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import rules
 
-SPEC = ModelSpec("llama", 37, 32, 48, 4, 8, 8, 4, 64, qkv_bias=True, out_bias=True,
-                 mlp_bias=True)
-SHAPES = [((1, 1, 1), (1, 1)), ((1, 4, 1), (1, 1)), ((1, 4, 2), (1, 2)),
-          ((1, 4, 2), (1, 4)), ((1, 8, 2), (1, 2)), ((1, 8, 1), (1, 4)),
-          ((2, 4, 2), (1, 2)), ((2, 2, 4), (2, 1))]
+SPEC = ModelSpec(
+  "llama", 37, 32, 48, 4, 8, 8, 4, 64, qkv_bias=True, out_bias=True, mlp_bias=True
+)
+SHAPES = [
+  ((1, 1, 1), (1, 1)),
+  ((1, 4, 1), (1, 1)),
+  ((1, 4, 2), (1, 2)),
+  ((1, 4, 2), (1, 4)),
+  ((1, 8, 2), (1, 2)),
+  ((1, 8, 1), (1, 4)),
+  ((2, 4, 2), (1, 2)),
+  ((2, 2, 4), (2, 1)),
+]
 
 
 def ids(mesh):
@@ -24,17 +33,23 @@ def ids(mesh):
 def layouts(train, generation):
   """(training layout, generation layout)."""
   mesh = mesh_lib.train_mesh(train)
-  return (rules.Layout(mesh, rules.TRAIN),
-          rules.Layout(mesh_lib.generation_mesh(mesh, generation), rules.GENERATION))
+  return (
+    rules.Layout(mesh, rules.TRAIN),
+    rules.Layout(mesh_lib.generation_mesh(mesh, generation), rules.GENERATION),
+  )
 
 
 def leaves():
   """(shape, logical axes) of every parameter."""
   axes = params_lib.logical_axes(SPEC)
   shapes = params_lib.abstract_params(SPEC, vocab=SPEC.padded_vocab(8))
-  return list(zip(
+  return list(
+    zip(
       [leaf.shape for leaf in jax.tree.leaves(shapes)],
-      jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True))
+      jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)),
+      strict=True,
+    )
+  )
 
 
 def is_nested(inner, outer, shape):
@@ -45,8 +60,11 @@ def is_nested(inner, outer, shape):
     (start, stop, _), (low, high, _) = a.indices(size), b.indices(size)
     return low <= start and stop <= high
 
-  return all(inside(a, b, size) for device in inner
-             for a, b, size in zip(inner[device], outer[device], shape, strict=True))
+  return all(
+    inside(a, b, size)
+    for device in inner
+    for a, b, size in zip(inner[device], outer[device], shape, strict=True)
+  )
 
 
 def test_training_keeps_tp_neighbours_next_to_each_other():
@@ -78,21 +96,27 @@ def test_every_training_shard_lies_inside_its_generation_shard(train, generation
 def test_nesting_would_fail_with_micro_dp_as_the_major_part():
   a, b = layouts((1, 4, 1), (1, 2))
   wrong = Mesh(b.mesh.devices.swapaxes(3, 4), b.mesh.axis_names)
-  assert not is_nested(a.sharding(("heads",)),
-                       rules.Layout(wrong, b.rules).sharding(("heads",)), (8,))
+  assert not is_nested(
+    a.sharding(("heads",)), rules.Layout(wrong, b.rules).sharding(("heads",)), (8,)
+  )
 
 
-@pytest.mark.parametrize("train,generation,shards", [
-    ((1, 4, 2), (1, 1), 8), ((1, 4, 2), (1, 2), 4), ((1, 4, 2), (1, 4), 2)])
+@pytest.mark.parametrize(
+  "train,generation,shards",
+  [((1, 4, 2), (1, 1), 8), ((1, 4, 2), (1, 2), 4), ((1, 4, 2), (1, 4), 2)],
+)
 def test_generation_spreads_rows_over_dp_and_micro_dp(train, generation, shards):
   a, b = layouts(train, generation)
   assert a.batch_shards == 2 and b.batch_shards == shards
 
 
-@pytest.mark.parametrize("train,generation,tp", [
-    ((1, 4, 2), (1, 2), 2), ((1, 8, 1), (1, 1), 1), ((1, 8, 2), (1, 4), 4)])
+@pytest.mark.parametrize(
+  "train,generation,tp",
+  [((1, 4, 2), (1, 2), 2), ((1, 8, 1), (1, 1), 1), ((1, 8, 2), (1, 4), 4)],
+)
 def test_generation_weights_are_split_over_the_generation_tp_only(
-    train, generation, tp):
+  train, generation, tp
+):
   _, layout = layouts(train, generation)
   assert layout.sharding(("heads", "embed")).shard_shape((8, 5)) == (8 // tp, 5)
 
@@ -110,4 +134,5 @@ def test_a_generation_tp_that_does_not_divide_is_a_config_error():
 def test_the_line_for_the_user_names_both_meshes():
   train = mesh_lib.train_mesh((1, 4, 2))
   assert mesh_lib.describe(train, mesh_lib.generation_mesh(train, (1, 2))) == (
-      "mesh: train pp=1 tp=4 dp=2; generation pp=1 tp=2 dp=2 micro_dp=2; cpu x 8")
+    "mesh: train pp=1 tp=4 dp=2; generation pp=1 tp=2 dp=2 micro_dp=2; cpu x 8"
+  )

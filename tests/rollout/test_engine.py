@@ -7,15 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_hybrid.models import decoder, params as params_lib
+from jaxrl_hybrid.models import decoder
+from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import hybrid, mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.rollout import sampling as sampling_lib
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
 
-SPEC = ModelSpec("qwen3", 37, 32, 48, 2, 4, 4, 16, 256, qk_norm=True, qkv_bias=True,
-                 initializer_range=0.3)
+SPEC = ModelSpec(
+  "qwen3",
+  37,
+  32,
+  48,
+  2,
+  4,
+  4,
+  16,
+  256,
+  qk_norm=True,
+  qkv_bias=True,
+  initializer_range=0.3,
+)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) for n in (3, 7, 1, 12, 5)]
 DRAWS = [11, 4, 7, 100, 3]
 
@@ -23,12 +37,14 @@ DRAWS = [11, 4, 7, 100, 3]
 def setup(mesh=(1, 1, 1), generation=(1, 1), eos=(2,), max_rows=64, seed=0):
   """(decoder, train params, engine, generation params)."""
   train = rules.Layout(mesh_lib.train_mesh(mesh), rules.TRAIN)
-  layout = rules.Layout(mesh_lib.generation_mesh(train.mesh, generation),
-                        rules.GENERATION)
+  layout = rules.Layout(
+    mesh_lib.generation_mesh(train.mesh, generation), rules.GENERATION
+  )
   axes = params_lib.logical_axes(SPEC)
-  init = jax.jit(lambda: params_lib.init_params(
-      SPEC, jax.random.key(1), vocab=SPEC.padded_vocab(4)),
-      out_shardings=train.shardings(axes))
+  init = jax.jit(
+    lambda: params_lib.init_params(SPEC, jax.random.key(1), vocab=SPEC.padded_vocab(4)),
+    out_shardings=train.shardings(axes),
+  )
   params = init()
   model = decoder.Decoder(SPEC, jnp.float32, "xla", layout.constrain)
   weights, _ = hybrid.HybridEngine(axes, layout, jnp.float32, 2).to_generation(params)
@@ -40,23 +56,27 @@ def naive(model, params, prompt, draw, sample, sampling, eos, max_new, seed=0):
   """One row, the whole forward again for each token; the plain definition."""
   ids, log_probs = list(prompt), []
   logits_at = _logits_at(model)
-  keys = sampling_lib.row_keys(jax.random.key(seed), jnp.array([draw], jnp.uint32),
-                               jnp.array([sample], jnp.uint32))
+  keys = sampling_lib.row_keys(
+    jax.random.key(seed), jnp.array([draw], jnp.uint32), jnp.array([sample], jnp.uint32)
+  )
   for step in range(max_new):
     row = np.zeros((1, 24), np.int32)  # right padding: causality hides it
     row[0, : len(ids)] = ids
-    token, log_prob = _sample(logits_at(params, row, len(ids) - 1), keys, step, sampling)
+    token, log_prob = _sample(
+      logits_at(params, row, len(ids) - 1), keys, step, sampling
+    )
     ids.append(int(token[0]))
     log_probs.append(float(log_prob[0]))
     if ids[-1] in eos:
       break
-  return ids[len(prompt):], log_probs
+  return ids[len(prompt) :], log_probs
 
 
 @functools.lru_cache
 def _logits_at(model):
-  return jax.jit(lambda params, row, t: model.logits(
-      params, model.hidden(params, row)[:, t]))
+  return jax.jit(
+    lambda params, row, t: model.logits(params, model.hidden(params, row)[:, t])
+  )
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -83,17 +103,25 @@ def assert_equal_to_naive(case, sampling, n, eos, max_rows=64):
   return reasons
 
 
-@pytest.mark.parametrize("sampling", [
-    Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.8),
-    Sampling(temperature=0.0)])
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(top_p=0.8),
+    Sampling(temperature=0.0),
+  ],
+)
 def test_equals_token_by_token(sampling):
   eos = (2, 5, 9, 30, 31, 32)
   reasons = assert_equal_to_naive(setup(eos=eos), sampling, 3, eos)
   assert sampling.greedy or reasons == {True, False}
 
 
-@pytest.mark.parametrize("mesh,generation", [
-    ((1, 2, 2), (1, 1)), ((1, 4, 2), (1, 2)), ((1, 2, 2), (1, 2)), ((1, 1, 4), (1, 1))])
+@pytest.mark.parametrize(
+  "mesh,generation",
+  [((1, 2, 2), (1, 1)), ((1, 4, 2), (1, 2)), ((1, 2, 2), (1, 2)), ((1, 1, 4), (1, 1))],
+)
 def test_meshes_give_the_same_tokens(mesh, generation):
   eos = (2, 5, 9)
   assert_equal_to_naive(setup(mesh, generation, eos), Sampling(), 2, eos)
@@ -101,12 +129,19 @@ def test_meshes_give_the_same_tokens(mesh, generation):
 
 def test_waves_and_batch_order_do_not_change_a_row():
   _, _, engine, weights = setup(max_rows=2)
-  whole = setup()[2].generate(weights, PROMPTS, DRAWS, n=2, max_new=6, sampling=Sampling())
+  whole = setup()[2].generate(
+    weights, PROMPTS, DRAWS, n=2, max_new=6, sampling=Sampling()
+  )
   waves = engine.generate(weights, PROMPTS, DRAWS, n=2, max_new=6, sampling=Sampling())
   order = [4, 2, 0, 3, 1]
-  moved = engine.generate(weights, [PROMPTS[i] for i in order],
-                          [DRAWS[i] for i in order], n=2, max_new=6,
-                          sampling=Sampling())
+  moved = engine.generate(
+    weights,
+    [PROMPTS[i] for i in order],
+    [DRAWS[i] for i in order],
+    n=2,
+    max_new=6,
+    sampling=Sampling(),
+  )
   np.testing.assert_array_equal(whole.ids, waves.ids)
   rows = np.concatenate([[2 * i, 2 * i + 1] for i in order])
   np.testing.assert_array_equal(whole.ids[rows], moved.ids)
@@ -114,8 +149,9 @@ def test_waves_and_batch_order_do_not_change_a_row():
 
 def test_equal_prompts_of_different_draws_differ():
   _, _, engine, weights = setup()
-  out = engine.generate(weights, [PROMPTS[1]] * 2, [1, 2], n=4, max_new=8,
-                        sampling=Sampling())
+  out = engine.generate(
+    weights, [PROMPTS[1]] * 2, [1, 2], n=4, max_new=8, sampling=Sampling()
+  )
   assert len({tuple(row) for row in out.ids.tolist()}) == 8
 
 
@@ -128,6 +164,7 @@ def test_any_eos_stops_and_counts_as_part_of_the_response():
 
 def test_padded_vocabulary_is_never_sampled():
   _, _, engine, weights = setup()
-  out = engine.generate(weights, PROMPTS, DRAWS, n=64, max_new=8,
-                        sampling=Sampling(temperature=50.0))
+  out = engine.generate(
+    weights, PROMPTS, DRAWS, n=64, max_new=8, sampling=Sampling(temperature=50.0)
+  )
   assert out.ids.max() == 36

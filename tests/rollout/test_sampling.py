@@ -14,11 +14,14 @@ def draw(probs, settings, count=40_000, seed=0):
   logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (count, len(probs)))
   uniform = jax.random.uniform(jax.random.key(seed), (count,))
   tokens, log_probs = jax.jit(sampling.sample, static_argnums=2)(
-      logits, uniform, settings)
+    logits, uniform, settings
+  )
   return np.bincount(tokens, minlength=len(probs)) / count, tokens, log_probs
 
 
-@pytest.mark.parametrize("settings,expected", [
+@pytest.mark.parametrize(
+  "settings,expected",
+  [
     (Sampling(), [0.5, 0.25, 0.15, 0.1]),
     (Sampling(temperature=0.5), [0.7246, 0.1812, 0.0652, 0.0290]),
     (Sampling(top_k=2), [2 / 3, 1 / 3, 0, 0]),
@@ -27,7 +30,8 @@ def draw(probs, settings, count=40_000, seed=0):
     (Sampling(top_p=0.76), [0.5556, 0.2778, 0.1667, 0]),
     (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),
     (Sampling(temperature=0.0), [1, 0, 0, 0]),
-])
+  ],
+)
 def test_frequencies(settings, expected):
   frequencies, _, _ = draw([0.5, 0.25, 0.15, 0.1], settings)
   np.testing.assert_allclose(frequencies, expected, atol=0.012)
@@ -36,7 +40,9 @@ def test_frequencies(settings, expected):
 
 def test_log_probs_are_at_the_temperature_and_before_truncation():
   logits = jnp.array([[2.0, 1.0, 0.0]])
-  _, at_07 = sampling.sample(logits, jnp.array([0.0]), Sampling(temperature=0.7, top_k=1))
+  _, at_07 = sampling.sample(
+    logits, jnp.array([0.0]), Sampling(temperature=0.7, top_k=1)
+  )
   np.testing.assert_allclose(at_07, [-0.2601], atol=5e-5)
   _, greedy = sampling.sample(logits, jnp.array([0.0]), Sampling(temperature=0.0))
   np.testing.assert_allclose(greedy, [-0.4076], atol=5e-5)
@@ -69,7 +75,9 @@ def test_keys_do_not_depend_on_the_place_in_the_batch():
   key = jax.random.key(0)
   draws, samples = jnp.array([5, 9, 5], jnp.uint32), jnp.array([0, 1, 1], jnp.uint32)
   together = sampling.uniforms(sampling.row_keys(key, draws, samples), 3)
-  alone = [sampling.uniforms(sampling.row_keys(key, draws[i:i + 1], samples[i:i + 1]), 3)
-           for i in range(3)]
+  alone = [
+    sampling.uniforms(sampling.row_keys(key, draws[i : i + 1], samples[i : i + 1]), 3)
+    for i in range(3)
+  ]
   np.testing.assert_array_equal(together, np.concatenate(alone))
   assert len(set(np.asarray(together).tolist())) == 3

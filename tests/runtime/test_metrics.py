@@ -43,7 +43,10 @@ def test_rewind_then_go_on(tmp_path):
     writer.rewind(3)
     writer.write(4, {"a": 40})
   assert [(r[STEP_KEY], r["a"]) for r in rows(tmp_path)] == [
-    (1, 1), (2, 2), (3, 3), (4, 40)
+    (1, 1),
+    (2, 2),
+    (3, 3),
+    (4, 40),
   ]
   assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 

@@ -11,9 +11,7 @@ from jaxrl_hybrid.runtime.trackers import make_trackers
 
 
 def make(names, run_dir, config=None):
-  return make_trackers(
-    names, run_dir, config or {}, project="proj", experiment="exp"
-  )
+  return make_trackers(names, run_dir, config or {}, project="proj", experiment="exp")
 
 
 class FakeRun:
@@ -69,7 +67,10 @@ def test_wandb(tmp_path, fakes):
     tracker.finish()
   run = fakes["wandb"]
   assert run.kwargs == {
-    "project": "proj", "name": "exp", "config": {"seed": 1}, "dir": str(tmp_path)
+    "project": "proj",
+    "name": "exp",
+    "config": {"seed": 1},
+    "dir": str(tmp_path),
   }
   assert run.calls == [(2, {"a": 1.0})] and run.ended == 1
   assert (tmp_path / "metrics.jsonl").exists()

@@ -5,14 +5,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import numpy as np
 import optax
+from ml_collections import ConfigDict
 
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import mesh as mesh_lib, rules
+from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import rules
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
@@ -22,10 +23,23 @@ from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import make_optimizer
 
-SPEC = ModelSpec("qwen3", 37, 16, 24, 2, 4, 2, 8, 64, qk_norm=True, qkv_bias=True,
-                 initializer_range=0.3)
-TIED = dataclasses.replace(SPEC, family="qwen2", head_dim=4, qk_norm=False,
-                           tie_word_embeddings=True)
+SPEC = ModelSpec(
+  "qwen3",
+  37,
+  16,
+  24,
+  2,
+  4,
+  2,
+  8,
+  64,
+  qk_norm=True,
+  qkv_bias=True,
+  initializer_range=0.3,
+)
+TIED = dataclasses.replace(
+  SPEC, family="qwen2", head_dim=4, qk_norm=False, tie_word_embeddings=True
+)
 VOCAB = 40  # padded, on every mesh alike
 EOS = 2
 JUNK = 36  # an id behind each row, and (as 1e4) what its columns hold there
@@ -35,14 +49,42 @@ PROMPTS = ([5, EOS, 7], [EOS, 0, 9, EOS, 4], [3], [0, 0, 8, 1, 6, 9, 2])
 RESPONSES = ([5, 6, EOS], [7, 0, 2, 9, 11], [EOS], [1, 30, 12, 4])
 
 ACTOR = dict(
-    policy_loss="vanilla", loss_agg_mode="token-mean", loss_scale_factor=4.0,
-    clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, entropy_coeff=0.0,
-    use_kl_loss=False, kl_loss_coef=0.0, kl_loss_type="k3", ppo_epochs=1,
-    temperature=0.7, logprob_chunk=5, mini_rows=4, micro_rows=2, seed=0)
-OPTIM = dict(lr=0.01, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, clip_grad=1.0,
-             schedule="constant", warmup_steps=0, min_lr_ratio=0.0)
-CRITIC = dict(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=4.0,
-              ppo_epochs=1, mini_rows=4, micro_rows=2, seed=0)
+  policy_loss="vanilla",
+  loss_agg_mode="token-mean",
+  loss_scale_factor=4.0,
+  clip_ratio_low=0.2,
+  clip_ratio_high=0.2,
+  clip_ratio_c=3.0,
+  entropy_coeff=0.0,
+  use_kl_loss=False,
+  kl_loss_coef=0.0,
+  kl_loss_type="k3",
+  ppo_epochs=1,
+  temperature=0.7,
+  logprob_chunk=5,
+  mini_rows=4,
+  micro_rows=2,
+  seed=0,
+)
+OPTIM = dict(
+  lr=0.01,
+  weight_decay=0.0,
+  betas=(0.9, 0.999),
+  eps=1e-8,
+  clip_grad=1.0,
+  schedule="constant",
+  warmup_steps=0,
+  min_lr_ratio=0.0,
+)
+CRITIC = dict(
+  cliprange_value=0.5,
+  loss_agg_mode="token-mean",
+  loss_scale_factor=4.0,
+  ppo_epochs=1,
+  mini_rows=4,
+  micro_rows=2,
+  seed=0,
+)
 
 
 def padded(rows, junk, dtype, width=6):
@@ -61,21 +103,31 @@ def per_token(seed, responses=RESPONSES, scale=1.0):
 
 def constant(numbers, responses=RESPONSES):
   """One number per row, on all of its tokens."""
-  return padded([[x] * len(r) for x, r in zip(numbers, responses, strict=True)],
-                1e4, np.float32)
+  return padded(
+    [[x] * len(r) for x, r in zip(numbers, responses, strict=True)], 1e4, np.float32
+  )
 
 
 def make_batch(prompts=PROMPTS, responses=RESPONSES, **fields) -> Batch:
   """A batch with random advantages unless given."""
   ids = padded(responses, JUNK, np.int32)
-  fields = dict(rollout_log_probs=np.zeros(ids.shape, np.float32),
-                advantages=per_token(0, responses)) | fields
+  fields = (
+    dict(
+      rollout_log_probs=np.zeros(ids.shape, np.float32),
+      advantages=per_token(0, responses),
+    )
+    | fields
+  )
   return Batch(
-      prompts=[Prompt(np.array(p, np.int32), "", "", i, i)
-               for i, p in enumerate(prompts)],
-      sample_ids=np.zeros(len(ids), np.int32), response_ids=ids,
-      response_lengths=np.array([len(r) for r in responses], np.int32),
-      finish_reasons=[STOP if r[-1] == EOS else LENGTH for r in responses], **fields)
+    prompts=[
+      Prompt(np.array(p, np.int32), "", "", i, i) for i, p in enumerate(prompts)
+    ],
+    sample_ids=np.zeros(len(ids), np.int32),
+    response_ids=ids,
+    response_lengths=np.array([len(r) for r in responses], np.int32),
+    finish_reasons=[STOP if r[-1] == EOS else LENGTH for r in responses],
+    **fields,
+  )
 
 
 def host_params(spec=SPEC, head=params_lib.LM):
@@ -87,7 +139,8 @@ def host_params(spec=SPEC, head=params_lib.LM):
     return rng.normal(mean, std, leaf.shape).astype(np.float32)
 
   return jax.tree.map_with_path(
-      draw, params_lib.abstract_params(spec, vocab=VOCAB, head=head))
+    draw, params_lib.abstract_params(spec, vocab=VOCAB, head=head)
+  )
 
 
 def train_layout(mesh=(1, 1, 1)):
@@ -105,14 +158,15 @@ def place_params(host, layout, spec=SPEC, head=params_lib.LM):
 
 
 def make_generator(layout, spec, n, max_new, eos, mask_truncated):
-  target = rules.Layout(mesh_lib.generation_mesh(layout.mesh, (1, 1)),
-                        rules.GENERATION)
+  target = rules.Layout(mesh_lib.generation_mesh(layout.mesh, (1, 1)), rules.GENERATION)
   decoder = Decoder(spec, jnp.float32, "xla", target.constrain)
   return Generator(
-      HybridEngine(params_lib.logical_axes(spec), target, jnp.float32, spec.num_layers),
-      Engine(decoder, target, eos_ids=eos, max_rows=64, seed=0),
-      RolloutSettings(n, max_new, Sampling(temperature=ACTOR["temperature"]),
-                      mask_truncated))
+    HybridEngine(params_lib.logical_axes(spec), target, jnp.float32, spec.num_layers),
+    Engine(decoder, target, eos_ids=eos, max_rows=64, seed=0),
+    RolloutSettings(
+      n, max_new, Sampling(temperature=ACTOR["temperature"]), mask_truncated
+    ),
+  )
 
 
 def adamw(**changes):
@@ -126,27 +180,50 @@ def _actor(mesh, spec, optimizer, remat, n, max_new, eos, mask_truncated, settin
   """(actor, host copy of its optimizer state)."""
   layout = train_layout(mesh)
   actor = Actor(
-      make_decoder(mesh, spec, remat), place_params(host_params(spec), layout, spec),
-      layout, make_generator(layout, spec, n, max_new, eos, mask_truncated),
-      ActorSettings(**{**ACTOR, **dict(settings)}),
-      adamw() if optimizer == "adamw" else optax.sgd(1.0),
-      optax.constant_schedule(1.0))
+    make_decoder(mesh, spec, remat),
+    place_params(host_params(spec), layout, spec),
+    layout,
+    make_generator(layout, spec, n, max_new, eos, mask_truncated),
+    ActorSettings(**{**ACTOR, **dict(settings)}),
+    adamw() if optimizer == "adamw" else optax.sgd(1.0),
+    optax.constant_schedule(1.0),
+  )
   return actor, jax.device_get(actor.state.opt_state)
 
 
-def make_actor(mesh=(1, 1, 1), spec=SPEC, optimizer="sgd", remat="none", n=2,
-               max_new=6, eos=(EOS,), mask_truncated=False, **settings) -> Actor:
+def make_actor(
+  mesh=(1, 1, 1),
+  spec=SPEC,
+  optimizer="sgd",
+  remat="none",
+  n=2,
+  max_new=6,
+  eos=(EOS,),
+  mask_truncated=False,
+  **settings,
+) -> Actor:
   """An actor at ``host_params``; plain SGD of rate 1, or ``adamw``.
 
   Equal options give the same object, as good as new but compiled.
   """
-  actor, opt_state = _actor(mesh, spec, optimizer, remat, n, max_new, eos,
-                            mask_truncated, tuple(sorted(settings.items())))
+  actor, opt_state = _actor(
+    mesh,
+    spec,
+    optimizer,
+    remat,
+    n,
+    max_new,
+    eos,
+    mask_truncated,
+    tuple(sorted(settings.items())),
+  )
   state = actor.state
   state.params = place_params(host_params(spec), train_layout(mesh), spec)
   state.opt_state = jax.tree.map(
-      lambda host, x: jax.device_put(host, x.sharding, may_alias=False),
-      opt_state, state.opt_state)
+    lambda host, x: jax.device_put(host, x.sharding, may_alias=False),
+    opt_state,
+    state.opt_state,
+  )
   state.updates = 0
   actor._generator.drop_weights()
   return actor
@@ -156,9 +233,13 @@ def make_actor(mesh=(1, 1, 1), spec=SPEC, optimizer="sgd", remat="none", n=2,
 def _critic(mesh, settings):
   layout, head = train_layout(mesh), params_lib.VALUE
   return Critic(
-      make_decoder(mesh), place_params(host_params(head=head), layout, head=head),
-      layout, CriticSettings(**{**CRITIC, **dict(settings)}), optax.sgd(0.01),
-      optax.constant_schedule(0.01))
+    make_decoder(mesh),
+    place_params(host_params(head=head), layout, head=head),
+    layout,
+    CriticSettings(**{**CRITIC, **dict(settings)}),
+    optax.sgd(0.01),
+    optax.constant_schedule(0.01),
+  )
 
 
 def make_critic(mesh=(1, 1, 1), **settings) -> Critic:
@@ -166,7 +247,8 @@ def make_critic(mesh=(1, 1, 1), **settings) -> Critic:
   critic = _critic(mesh, tuple(sorted(settings.items())))
   head = params_lib.VALUE
   critic.state.params = place_params(
-      host_params(head=head), train_layout(mesh), head=head)
+    host_params(head=head), train_layout(mesh), head=head
+  )
   critic.state.updates = 0
   return critic
 
@@ -204,5 +286,7 @@ def each_row_alone(params, batch):
   decoder = make_decoder()
   for i, prompt in enumerate(batch.prompts):
     ids = np.concatenate([prompt.ids, batch.response(i)])
-    yield decoder.hidden(params, jnp.asarray(ids[None]))[0, len(prompt.ids) - 1 : -1], (
-        batch.response(i))
+    yield (
+      decoder.hidden(params, jnp.asarray(ids[None]))[0, len(prompt.ids) - 1 : -1],
+      (batch.response(i)),
+    )

@@ -1,12 +1,12 @@
 """The policy update against formulas written out here, and against itself."""
 
+import build_tiny as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import build_tiny as tiny
 from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.workers.actor import GAP_MAX, GAP_MEAN
 from jaxrl_hybrid.workers.reference import Reference
@@ -58,7 +58,8 @@ def by_formula(off_policy):
     return total / off_policy.mask.sum(), (rows, jnp.concatenate(entropies))
 
   (value, (rows, entropies)), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-      tiny.host_params())
+    tiny.host_params()
+  )
   return value, jax.device_get(grad), rows, entropies
 
 
@@ -66,7 +67,7 @@ def test_log_probs_equal_a_dense_softmax_of_each_row_alone(scored, by_formula):
   assert scored.old_log_probs.dtype == np.float32
   for got, row in zip(scored.old_log_probs, by_formula[2], strict=True):
     np.testing.assert_allclose(got[: len(row)], row, atol=1e-5)
-    assert not got[len(row):].any()
+    assert not got[len(row) :].any()
 
 
 def test_the_update_is_that_of_the_formula_row_by_row(by_formula, result):
@@ -75,19 +76,28 @@ def test_the_update_is_that_of_the_formula_row_by_row(by_formula, result):
   worst = tiny.largest(jax.tree.map(lambda a, b: a - b, got, grad))
   assert worst < 1e-5 * tiny.largest(grad)
   assert metrics["actor/grad_norm"] == pytest.approx(
-      float(optax.tree.norm(grad)), rel=1e-5)
+    float(optax.tree.norm(grad)), rel=1e-5
+  )
   assert metrics["actor/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
 
 
 def test_padded_vocabulary_rows_do_not_learn(result):
   for leaf in ("lm_head", "embed"):
-    assert not result[1][leaf]["kernel"][tiny.SPEC.vocab_size:].any()
+    assert not result[1][leaf]["kernel"][tiny.SPEC.vocab_size :].any()
 
 
-@pytest.mark.parametrize("options", [
-    dict(micro_rows=1), dict(micro_rows=4), dict(micro_rows=3),
-    dict(mesh=(1, 1, 2)), dict(mesh=(1, 1, 4), micro_rows=4), dict(remat="full")],
-    ids=str)
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(micro_rows=1),
+    dict(micro_rows=4),
+    dict(micro_rows=3),
+    dict(mesh=(1, 1, 2)),
+    dict(mesh=(1, 1, 4), micro_rows=4),
+    dict(remat="full"),
+  ],
+  ids=str,
+)
 def test_the_split_of_the_work_does_not_change_the_update(off_policy, result, options):
   tiny.assert_same_update(tiny.update(off_policy, **options), result)
 
@@ -104,20 +114,24 @@ def test_a_mean_of_sequence_means_is_one_over_micro_batches(scored):
 
 
 def test_the_constant_length_is_the_divisor_of_the_normed_sum(scored):
-  metrics, _ = tiny.update(scored, loss_agg_mode="seq-mean-token-sum-norm",
-                           loss_scale_factor=7.0)
+  metrics, _ = tiny.update(
+    scored, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7.0
+  )
   expected = -on(scored, scored.advantages).sum() / 4 / 7
   assert metrics["actor/loss"] == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("options", [
-    dict(micro_rows=1), dict(micro_rows=2), dict(micro_rows=4), dict(mesh=(1, 1, 2))],
-    ids=str)
+@pytest.mark.parametrize(
+  "options",
+  [dict(micro_rows=1), dict(micro_rows=2), dict(micro_rows=4), dict(mesh=(1, 1, 2))],
+  ids=str,
+)
 def test_lengths_one_and_three_with_opposite_advantages_lose_a_half(scored, options):
   # Rows 0 and 2 have 3 tokens and 1; the others are masked.
   batch = scored.with_fields(
-      advantages=tiny.constant([-1, 7, 1, 7]),
-      loss_mask=np.array([[True], [False], [True], [False]]).repeat(6, 1))
+    advantages=tiny.constant([-1, 7, 1, 7]),
+    loss_mask=np.array([[True], [False], [True], [False]]).repeat(6, 1),
+  )
   metrics, grad = tiny.update(batch, **options)
   assert metrics["actor/loss"] == pytest.approx(0.5, abs=1e-6)
   tiny.assert_same_update((metrics, grad), tiny.update(batch))
@@ -147,9 +161,13 @@ def test_the_loss_and_its_metrics_by_numpy(scored, off_policy):
   worse = np.maximum(plain, cut)
   bad = advantages < 0
   loss = np.where(bad, np.minimum(worse, -1.05 * advantages), worse)
-  expected = {"pg_loss": loss.mean(), "ppo_kl": -gap.mean(), "loss": loss.mean(),
-              "pg_clipfrac": (cut > plain).mean(),
-              "pg_clipfrac_lower": (bad & (worse > -1.05 * advantages)).mean()}
+  expected = {
+    "pg_loss": loss.mean(),
+    "ppo_kl": -gap.mean(),
+    "loss": loss.mean(),
+    "pg_clipfrac": (cut > plain).mean(),
+    "pg_clipfrac_lower": (bad & (worse > -1.05 * advantages)).mean(),
+  }
   # All three knobs bite.
   assert (bad & (ratio < 0.98)).any() and (~bad & (ratio > 1.03)).any()
   assert expected["pg_clipfrac_lower"] > 0
@@ -165,7 +183,8 @@ def test_the_kl_loss_is_added_with_its_coefficient(scored, off_policy, result, k
   assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-4)
   assert metrics["actor/pg_loss"] == result[0]["actor/pg_loss"]
   assert metrics["actor/loss"] == pytest.approx(
-      metrics["actor/pg_loss"] + 0.01 * kl, abs=1e-6)
+    metrics["actor/pg_loss"] + 0.01 * kl, abs=1e-6
+  )
   assert 0.01 * kl > 1e-4
   assert tiny.largest(jax.tree.map(lambda a, b: a - b, grad, result[1])) > 1e-3
 
@@ -174,7 +193,8 @@ def test_the_entropy_is_subtracted_with_its_coefficient(off_policy, result):
   metrics, grad = tiny.update(off_policy, entropy_coeff=0.01)
   assert metrics["actor/pg_loss"] == result[0]["actor/pg_loss"]
   assert metrics["actor/loss"] == pytest.approx(
-      metrics["actor/pg_loss"] - 0.01 * metrics["actor/entropy"], abs=1e-6)
+    metrics["actor/pg_loss"] - 0.01 * metrics["actor/entropy"], abs=1e-6
+  )
   assert tiny.largest(jax.tree.map(lambda a, b: a - b, grad, result[1])) > 1e-3
 
 
@@ -195,8 +215,9 @@ def test_the_kl_loss_alone_moves_the_policy_to_the_reference(off_policy, kind):
 
 def test_a_positive_advantage_raises_the_log_probs(scored):
   actor = tiny.make_actor()
-  actor.update_policy(scored.with_fields(
-      advantages=tiny.constant([0.05, 0.05, -0.05, 0.05])))
+  actor.update_policy(
+    scored.with_fields(advantages=tiny.constant([0.05, 0.05, -0.05, 0.05]))
+  )
   after = actor.compute_log_probs(scored).old_log_probs
   moved = np.where(scored.mask, after - scored.old_log_probs, 0).sum(-1)
   assert (np.sign(moved) == [1, 1, -1, 1]).all()
@@ -212,18 +233,20 @@ def test_advantages_outside_of_the_mask_have_no_influence(off_policy):
   batch = off_policy.with_fields(loss_mask=loss_mask)
   results = []
   for junk in (0.0, 1e4):
-    columns = {name: np.where(batch.mask, getattr(batch, name), np.float32(junk))
-               for name in ("advantages", "old_log_probs", "ref_log_probs")}
-    results.append(
-        tiny.update(batch.with_fields(**columns), **KL, kl_loss_type="k3"))
+    columns = {
+      name: np.where(batch.mask, getattr(batch, name), np.float32(junk))
+      for name in ("advantages", "old_log_probs", "ref_log_probs")
+    }
+    results.append(tiny.update(batch.with_fields(**columns), **KL, kl_loss_type="k3"))
   assert results[0][0] == results[1][0]
   jax.tree.map(np.testing.assert_array_equal, results[0][1], results[1][1])
 
 
 def test_masked_truncated_rows_are_not_in_the_denominator(scored):
   batch = scored.with_fields(
-      advantages=tiny.constant([1, 5, 1, 1]),
-      loss_mask=np.array([[True], [False], [True], [True]]).repeat(6, 1))
+    advantages=tiny.constant([1, 5, 1, 1]),
+    loss_mask=np.array([[True], [False], [True], [True]]).repeat(6, 1),
+  )
   masked = tiny.update(batch)
   assert masked[0]["actor/loss"] == pytest.approx(-1.0, abs=1e-6)  # 8 / 8, not 8 / 13
   tiny.assert_same_update(masked, tiny.update(batch.select([0, 2, 3])))
@@ -236,7 +259,8 @@ def test_if_all_rows_are_truncated_loss_and_gradient_are_zero_and_the_step_count
   assert set(batch.finish_reasons) == {"length"}
   before = jax.device_get(actor.state.params)
   batch = actor.compute_log_probs(batch).with_fields(
-      advantages=np.ones(batch.response_ids.shape, np.float32))
+    advantages=np.ones(batch.response_ids.shape, np.float32)
+  )
   metrics = actor.update_policy(batch)
   assert metrics["actor/loss"] == 0 and metrics["actor/grad_norm"] == 0
   assert np.isfinite(list(metrics.values())).all() and actor.state.updates == 1
@@ -249,8 +273,11 @@ def test_mini_batches_and_epochs_make_as_many_updates(off_policy):
   assert actor.updates_per_batch(4) == 4  # 3 + 1 rows, twice
   for expected in (4, 8):
     metrics = actor.update_policy(off_policy)
-    counts = {int(x) for path, x in jax.tree.leaves_with_path(actor.state.opt_state)
-              if "count" in jax.tree_util.keystr(path)}
+    counts = {
+      int(x)
+      for path, x in jax.tree.leaves_with_path(actor.state.opt_state)
+      if "count" in jax.tree_util.keystr(path)
+    }
     assert actor.state.updates == expected and counts == {expected}
   assert np.isfinite(list(metrics.values())).all()
 
@@ -273,8 +300,9 @@ def test_several_updates_without_old_log_probs_are_refused(scored):
 
 
 def test_rollout_and_training_log_probs_agree():
-  actor = tiny.make_actor((1, 2, 2), n=4, max_new=8, eos=tuple(range(0, 37, 5)),
-                          mini_rows=16, micro_rows=4)
+  actor = tiny.make_actor(
+    (1, 2, 2), n=4, max_new=8, eos=tuple(range(0, 37, 5)), mini_rows=16, micro_rows=4
+  )
   batch = actor.generate_sequences(tiny.make_batch().prompts)
   assert len(batch) == 16 and set(batch.finish_reasons) == {"stop", "length"}
   scored = actor.compute_log_probs(batch)
@@ -295,8 +323,9 @@ def test_generation_follows_the_update():
   first = actor.generate_sequences(prompts)
   again = actor.generate_sequences(prompts)
   assert first.weight_version == again.weight_version == 1
-  actor.update_policy(first.with_fields(
-      advantages=np.ones(first.response_ids.shape, np.float32)))
+  actor.update_policy(
+    first.with_fields(advantages=np.ones(first.response_ids.shape, np.float32))
+  )
   moved = actor.generate_sequences(prompts)
   assert moved.weight_version == 2
   assert actor.compute_log_probs(moved).metrics[GAP_MAX] < 1e-4
@@ -304,36 +333,52 @@ def test_generation_follows_the_update():
 
 def test_the_reference_is_a_copy_that_does_not_follow_the_actor(scored):
   actor = tiny.make_actor()
-  reference = Reference(tiny.make_decoder(), actor.state.params, tiny.train_layout(),
-                        temperature=0.7, chunk=5, micro_rows=2)
+  reference = Reference(
+    tiny.make_decoder(),
+    actor.state.params,
+    tiny.train_layout(),
+    temperature=0.7,
+    chunk=5,
+    micro_rows=2,
+  )
   before = reference.compute_log_probs(scored).ref_log_probs
   np.testing.assert_array_equal(before, scored.old_log_probs)
   actor.update_policy(scored)
   np.testing.assert_array_equal(
-      reference.compute_log_probs(scored).ref_log_probs, before)
+    reference.compute_log_probs(scored).ref_log_probs, before
+  )
   moved = actor.compute_log_probs(scored).old_log_probs
   assert np.abs(moved - before)[scored.mask].max() > 1e-3
 
 
 def test_tied_embeddings_have_one_moment_and_stay_tied_after_export(
-    off_policy, tmp_path):
+  off_policy, tmp_path
+):
   actor = tiny.make_actor((1, 2, 1), spec=tiny.TIED, optimizer="adamw")
   for _ in range(3):
     actor.update_policy(off_policy)
   params = actor.state.params
   assert "lm_head" not in params
-  moments = [x for x in jax.tree.leaves(actor.state.opt_state)
-             if x.shape == params["embed"]["kernel"].shape]
+  moments = [
+    x
+    for x in jax.tree.leaves(actor.state.opt_state)
+    if x.shape == params["embed"]["kernel"].shape
+  ]
   assert len(moments) == 2  # Adam's mu and nu, once
   out = export.export_hf(params, tiny.TIED, tmp_path / "out", hf_config=hf_config())
   with load.Checkpoint(out) as checkpoint:
     assert "lm_head.weight" not in checkpoint
   layout = tiny.train_layout()
-  again = load.load_params(out, tiny.TIED, layout.shardings(
-      tiny.params_lib.logical_axes(tiny.TIED)), vocab=tiny.SPEC.vocab_size)
+  again = load.load_params(
+    out,
+    tiny.TIED,
+    layout.shardings(tiny.params_lib.logical_axes(tiny.TIED)),
+    vocab=tiny.SPEC.vocab_size,
+  )
   moved = np.asarray(again["embed"]["kernel"])
   np.testing.assert_array_equal(
-      moved, np.asarray(params["embed"]["kernel"])[: tiny.SPEC.vocab_size])
+    moved, np.asarray(params["embed"]["kernel"])[: tiny.SPEC.vocab_size]
+  )
   before = tiny.host_params(tiny.TIED)["embed"]["kernel"][:37]
   assert tiny.largest(moved - before) > 0.01
 
@@ -341,16 +386,19 @@ def test_tied_embeddings_have_one_moment_and_stay_tied_after_export(
 def test_a_tied_export_has_the_logits_of_the_trained_model(off_policy, tmp_path):
   torch = pytest.importorskip("torch", reason="torch is the oracle")
   from transformers import AutoModelForCausalLM
+
   actor = tiny.make_actor((1, 2, 1), spec=tiny.TIED, optimizer="adamw")
   actor.update_policy(off_policy)
-  export.export_hf(actor.state.params, tiny.TIED, tmp_path / "out",
-                   hf_config=hf_config())
+  export.export_hf(
+    actor.state.params, tiny.TIED, tmp_path / "out", hf_config=hf_config()
+  )
   theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
   assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
   with torch.no_grad():
     logits = theirs(torch.tensor([tiny.PROMPTS[1] + tiny.RESPONSES[1]])).logits[0]
   expected = torch.log_softmax(logits / 0.7, -1)[4:-1].gather(
-      1, torch.tensor(tiny.RESPONSES[1])[:, None])[:, 0]
+    1, torch.tensor(tiny.RESPONSES[1])[:, None]
+  )[:, 0]
   got = actor.compute_log_probs(off_policy).old_log_probs[1, :5]
   np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
@@ -358,8 +406,17 @@ def test_a_tied_export_has_the_logits_of_the_trained_model(off_policy, tmp_path)
 def hf_config():
   """The config of ``TIED`` as HF has it."""
   return dict(
-      model_type="qwen2", architectures=["Qwen2ForCausalLM"], vocab_size=37,
-      hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-      num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-      max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True,
-      rope_parameters=dict(rope_type="default", rope_theta=1e4))
+    model_type="qwen2",
+    architectures=["Qwen2ForCausalLM"],
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4),
+  )

@@ -1,11 +1,11 @@
 """Values before each token, and their update."""
 
+import build_tiny as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import build_tiny as tiny
 from jaxrl_hybrid.models import params as params_lib
 
 
@@ -21,8 +21,9 @@ def update(batch, **options):
   critic = tiny.make_critic(**options)
   before = jax.device_get(critic.state.params)
   metrics = critic.update(batch)
-  return metrics, jax.tree.map(lambda a, b: b - a, before,
-                               jax.device_get(critic.state.params))
+  return metrics, jax.tree.map(
+    lambda a, b: b - a, before, jax.device_get(critic.state.params)
+  )
 
 
 def test_values_equal_the_head_on_each_row_alone(valued):
@@ -35,7 +36,7 @@ def test_values_equal_the_head_on_each_row_alone(valued):
   rows = by_row(tiny.host_params(head=params_lib.VALUE))
   for got, row in zip(valued.values, rows, strict=True):
     np.testing.assert_allclose(got[: len(row)], row, atol=1e-5)
-    assert not got[len(row):].any()
+    assert not got[len(row) :].any()
 
 
 @pytest.mark.parametrize("t", [0, 1, 3])
@@ -56,17 +57,19 @@ def test_the_loss_and_its_metrics_by_numpy(valued):
   near = old + np.clip(new - old, -0.5, 0.5)
   plain, cut = (new - returns) ** 2, (near - returns) ** 2
   assert 0 < (cut > plain).mean() < 1
-  for name, value in {"vf_loss": 0.5 * np.maximum(plain, cut).mean(),
-                      "loss": 0.5 * np.maximum(plain, cut).mean(),
-                      "vf_clipfrac": (cut > plain).mean(),
-                      "vpred_mean": new.mean(), "lr": 0.01}.items():
+  for name, value in {
+    "vf_loss": 0.5 * np.maximum(plain, cut).mean(),
+    "loss": 0.5 * np.maximum(plain, cut).mean(),
+    "vf_clipfrac": (cut > plain).mean(),
+    "vpred_mean": new.mean(),
+    "lr": 0.01,
+  }.items():
     assert metrics[f"critic/{name}"] == pytest.approx(value, rel=1e-4), name
 
 
 @pytest.mark.parametrize("options", [dict(micro_rows=1), dict(mesh=(1, 2, 2))], ids=str)
 def test_the_split_of_the_work_does_not_change_the_update(valued, options):
-  (metrics, change), (expected, whole) = update(valued, **options), update(
-      valued)
+  (metrics, change), (expected, whole) = update(valued, **options), update(valued)
   assert metrics["critic/loss"] == pytest.approx(expected["critic/loss"], rel=2e-6)
   worst = tiny.largest(jax.tree.map(lambda a, b: a - b, change, whole))
   assert worst <= 2e-7 and tiny.largest(whole) > 1e-3  # one rounding of a number < 2

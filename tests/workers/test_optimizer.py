@@ -1,13 +1,13 @@
 """Schedules and AdamW by hand."""
 
+import build_tiny as tiny
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 import numpy as np
 import optax
 import pytest
+from ml_collections import ConfigDict
 
-import build_tiny as tiny
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.workers.optimizer import learning_rate
 
@@ -17,15 +17,25 @@ def rates(counts, total, **changes):
   return [float(schedule(count)) for count in counts]
 
 
-@pytest.mark.parametrize("changes,counts,expected", [
+@pytest.mark.parametrize(
+  "changes,counts,expected",
+  [
     (dict(), (0, 5, 99), (2, 2, 2)),
     (dict(warmup_steps=4), (0, 1, 2, 3, 4, 11), (0, 0.5, 1, 1.5, 2, 2)),
     (dict(schedule="linear"), (0, 3, 6, 12, 20), (2, 1.5, 1, 0, 0)),
-    (dict(schedule="linear", warmup_steps=4, min_lr_ratio=0.1),
-     (0, 2, 4, 8, 12), (0, 1, 2, 1.1, 0.2)),
+    (
+      dict(schedule="linear", warmup_steps=4, min_lr_ratio=0.1),
+      (0, 2, 4, 8, 12),
+      (0, 1, 2, 1.1, 0.2),
+    ),
     (dict(schedule="cosine"), (0, 4, 6, 8, 12), (2, 1.5, 1, 0.5, 0)),
-    (dict(schedule="cosine", warmup_steps=4, min_lr_ratio=0.1),
-     (0, 3, 4, 8, 12, 50), (0, 1.5, 2, 1.1, 0.2, 0.2))])
+    (
+      dict(schedule="cosine", warmup_steps=4, min_lr_ratio=0.1),
+      (0, 3, 4, 8, 12, 50),
+      (0, 1.5, 2, 1.1, 0.2, 0.2),
+    ),
+  ],
+)
 def test_schedules_by_hand(changes, counts, expected):
   np.testing.assert_allclose(rates(counts, 12, **changes), expected, atol=1e-6)
 
@@ -38,6 +48,7 @@ def test_a_run_shorter_than_its_warm_up_has_finite_rates(schedule):
 
 def apply(optimizer, params, *grads):
   """(parameters, state) after one update per gradient."""
+
   @jax.jit
   def step(params, state, grad):
     updates, state = optimizer.update(grad, state, params)
@@ -52,9 +63,11 @@ def apply(optimizer, params, *grads):
 def test_adamw_by_numpy():
   rng = np.random.default_rng(0)
   weights, *grads = rng.normal(size=(4, 5)).astype(np.float32)
-  got, _ = apply(tiny.adamw(lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-3,
-                            clip_grad=100.0),
-                 {"a": {"kernel": weights}}, *({"a": {"kernel": g}} for g in grads))
+  got, _ = apply(
+    tiny.adamw(lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-3, clip_grad=100.0),
+    {"a": {"kernel": weights}},
+    *({"a": {"kernel": g}} for g in grads),
+  )
   mu = nu = 0.0
   for t, g in enumerate(grads, 1):
     mu, nu = 0.8 * mu + 0.2 * g, 0.95 * nu + 0.05 * g**2
@@ -80,7 +93,8 @@ def test_kernels_decay_and_norms_and_biases_do_not(head):
   got, _ = apply(tiny.adamw(lr=0.1, weight_decay=0.5), params, zeros)
   seen = set()
   for (path, before), after in zip(
-      jax.tree.leaves_with_path(params), jax.tree.leaves(got), strict=True):
+    jax.tree.leaves_with_path(params), jax.tree.leaves(got), strict=True
+  ):
     kind = path[-1].key
     seen.add(kind)
     factor = 0.95 if kind == "kernel" else 1.0

@@ -1,9 +1,9 @@
 """Ragged rows to static arrays and back; masks come from lengths."""
 
+import build_tiny as tiny
 import numpy as np
 import pytest
 
-import build_tiny as tiny
 from jaxrl_hybrid.workers import rows
 
 
@@ -22,8 +22,9 @@ def test_rows_are_prompt_response_and_zeros():
   packed = rows.pack(tiny.make_batch(), {}, micro_rows=4)
   width = packed["tokens"].shape[-1]
   assert width == 12  # the longest row has 11 tokens
-  rows_of = zip(packed["tokens"][0], packed["mask"][0], tiny.PROMPTS, tiny.RESPONSES,
-                strict=True)
+  rows_of = zip(
+    packed["tokens"][0], packed["mask"][0], tiny.PROMPTS, tiny.RESPONSES, strict=True
+  )
   for got, mask, prompt, response in rows_of:
     ids = prompt + response
     assert got.tolist() == ids + [0] * (width - len(ids))

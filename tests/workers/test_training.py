@@ -1,12 +1,12 @@
 """One optimizer step over micro-batches, on a toy loss and on a real tree."""
 
+import build_tiny as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import build_tiny as tiny
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.workers import training
 
@@ -25,8 +25,9 @@ MASK = np.array([[[1, 1], [1, 0]], [[1, 0], [0, 0]]], bool)
 
 def toy_state(mesh=(1, 1, 1)):
   layout = tiny.train_layout(mesh)
-  params = jax.device_put({"w": {"kernel": np.full(1, 2, np.float32)}},
-                          layout.replicated, may_alias=False)
+  params = jax.device_put(
+    {"w": {"kernel": np.full(1, 2, np.float32)}}, layout.replicated, may_alias=False
+  )
   return training.TrainState(params, optax.sgd(0.1), layout, toy_loss)
 
 
@@ -36,9 +37,15 @@ def test_gradients_and_metrics_are_those_of_the_whole_mini_batch(mesh):
   metrics = state.step({"x": X, "mask": MASK})()
   mean = (1 + 2 + 3 + 4) / 4
   np.testing.assert_allclose(state.params["w"]["kernel"], [2 - 0.1 * mean], rtol=1e-6)
-  assert metrics == pytest.approx({
-      "loss": 2 * mean, "grad_norm": mean, "x": mean, "loss_sum": 2 * mean,
-      "x_max": 50.0})
+  assert metrics == pytest.approx(
+    {
+      "loss": 2 * mean,
+      "grad_norm": mean,
+      "x": mean,
+      "loss_sum": 2 * mean,
+      "x_max": 50.0,
+    }
+  )
   assert state.updates == 1
 
 
@@ -90,8 +97,9 @@ def assert_placed(array, sharding):
 
 
 def test_masked_metrics_skip_what_is_outside():
-  total, weight = training.masked(jnp.array([[1.0, jnp.nan], [3.0, 4.0]]),
-                                  jnp.array([[True, False], [True, False]]))
+  total, weight = training.masked(
+    jnp.array([[1.0, jnp.nan], [3.0, 4.0]]), jnp.array([[True, False], [True, False]])
+  )
   assert (float(total), float(weight)) == (4.0, 2.0)
 
 

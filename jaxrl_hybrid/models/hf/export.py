@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 import json
 import os
-from pathlib import Path
 import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,10 +24,15 @@ KEPT_FILES = ("generation_config.json",)
 
 
 def export_hf(
-    params: Params, spec: ModelSpec, out_dir: str | Path, *,
-    hf_config: Mapping[str, Any], tokenizer: Any | None = None,
-    source_dir: str | Path | None = None, dtype: jnp.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+  params: Params,
+  spec: ModelSpec,
+  out_dir: str | Path,
+  *,
+  hf_config: Mapping[str, Any],
+  tokenizer: Any | None = None,
+  source_dir: str | Path | None = None,
+  dtype: jnp.dtype | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
   """Writes config, weights, tokenizer and chat template; atomic.
 
@@ -48,8 +53,9 @@ def export_hf(
   partial = out_dir.with_name(out_dir.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
-  dtype = jnp.dtype(dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")
-                    or "float32")
+  dtype = jnp.dtype(
+    dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+  )
   config = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
   config["dtype"] = dtype.name
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -85,8 +91,10 @@ def _write_weights(params, spec, directory, dtype, max_shard_bytes) -> None:
     final = f"model-{i + 1:05d}-of-{len(written):05d}.safetensors"
     os.replace(directory / _part(i), directory / final)
     weight_map |= dict.fromkeys(tensor_names, final)
-  (directory / INDEX_FILE).write_text(json.dumps(
-      {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+  (directory / INDEX_FILE).write_text(
+    json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    + "\n"
+  )
 
 
 def _flush(tensors: dict[str, np.ndarray], directory: Path, written: list) -> None:
@@ -100,7 +108,7 @@ def _part(i: int) -> str:
 
 
 def _tensors(
-    params: Params, spec: ModelSpec, dtype: jnp.dtype
+  params: Params, spec: ModelSpec, dtype: jnp.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
   for leaf in names.leaves(spec, params):
     array = names.get(params, leaf.path)

@@ -89,25 +89,27 @@ _FAMILIES = {
 }
 
 # Keys below "<architecture>." that are read, or that say nothing about the maths.
-_KNOWN_KEYS = frozenset({
-  "attention.head_count",
-  "attention.head_count_kv",
-  "attention.key_length",
-  "attention.layer_norm_rms_epsilon",
-  "attention.value_length",
-  "block_count",
-  "context_length",
-  "embedding_length",
-  "feed_forward_length",
-  "rope.dimension_count",
-  "rope.freq_base",
-  "rope.scaling.factor",
-  "rope.scaling.finetuned",
-  "rope.scaling.original_context_length",
-  "rope.scaling.type",
-  "tensor_data_layout",
-  "vocab_size",
-})
+_KNOWN_KEYS = frozenset(
+  {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "tensor_data_layout",
+    "vocab_size",
+  }
+)
 
 
 def convert_gguf(source: Path, out_dir: Path, *, dtype: str = "bfloat16") -> None:

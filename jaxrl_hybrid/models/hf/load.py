@@ -30,8 +30,12 @@ class Checkpoint(contextlib.AbstractContextManager):
   def __init__(self, path: str | Path):
     self.path = Path(path)
     self._stack = contextlib.ExitStack()
-    self._handles = {name: handle for file in self._files()
-                     for handle in [self._open(file)] for name in handle.keys()}
+    self._handles = {
+      name: handle
+      for file in self._files()
+      for handle in [self._open(file)]
+      for name in handle.keys()
+    }
 
   def __exit__(self, *exc: object) -> None:
     self._stack.close()
@@ -59,8 +63,9 @@ class Checkpoint(contextlib.AbstractContextManager):
       return [self.path / SINGLE_FILE]
     found = sorted(p.name for p in self.path.glob("*") if p.is_file())
     raise ModelError(
-        f"{self.path}: expected {SINGLE_FILE} or {INDEX_FILE}, found {found}; "
-        "pickled weights (.bin, .pt) are never read, save them as safetensors")
+      f"{self.path}: expected {SINGLE_FILE} or {INDEX_FILE}, found {found}; "
+      "pickled weights (.bin, .pt) are never read, save them as safetensors"
+    )
 
   def _open(self, file: Path):
     try:
@@ -70,8 +75,13 @@ class Checkpoint(contextlib.AbstractContextManager):
 
 
 def load_params(
-    path: str | Path, spec: ModelSpec, shardings: Params, *, vocab: int,
-    head: str = params_lib.LM, dtype: jnp.dtype = jnp.float32,
+  path: str | Path,
+  spec: ModelSpec,
+  shardings: Params,
+  *,
+  vocab: int,
+  head: str = params_lib.LM,
+  dtype: jnp.dtype = jnp.float32,
 ) -> Params:
   """Reads a causal LM into ``shardings``, in ``dtype``.
 
@@ -132,29 +142,35 @@ def _pad_rows(shard: np.ndarray, index: tuple[slice, ...], shape) -> np.ndarray:
 def _check_names(checkpoint, wanted, spec: ModelSpec, head: str) -> None:
   expected = {name for leaf in wanted for name in leaf.names}
   missing = sorted(expected - checkpoint.names())
-  extra = {name for name in checkpoint.names() - expected
-           if not name.endswith(names.DERIVED_SUFFIXES)}
+  extra = {
+    name
+    for name in checkpoint.names() - expected
+    if not name.endswith(names.DERIVED_SUFFIXES)
+  }
   if "lm_head.weight" in extra:
     extra.discard("lm_head.weight")
     if head == params_lib.LM and "model.embed_tokens.weight" in checkpoint:
       _check_tied_head(checkpoint)
   if missing or extra:
     raise ModelError(
-        f"{checkpoint.path} does not match its config ({spec.family}, "
-        f"{spec.num_layers} layers): missing {missing[:4]}"
-        f"{'…' if len(missing) > 4 else ''} ({len(missing)}), left over "
-        f"{sorted(extra)[:4]}{'…' if len(extra) > 4 else ''} ({len(extra)})")
+      f"{checkpoint.path} does not match its config ({spec.family}, "
+      f"{spec.num_layers} layers): missing {missing[:4]}"
+      f"{'…' if len(missing) > 4 else ''} ({len(missing)}), left over "
+      f"{sorted(extra)[:4]}{'…' if len(extra) > 4 else ''} ({len(extra)})"
+    )
 
 
 def _check_tied_head(checkpoint) -> None:
   """A tied checkpoint may hold the head a second time, but not another one."""
   head = np.asarray(checkpoint.slice("lm_head.weight")[:])
-  if not np.array_equal(head, np.asarray(
-      checkpoint.slice("model.embed_tokens.weight")[:])):
+  if not np.array_equal(
+    head, np.asarray(checkpoint.slice("model.embed_tokens.weight")[:])
+  ):
     raise ModelError(
-        f"{checkpoint.path}: tie_word_embeddings is true but lm_head.weight "
-        "differs from the embedding; expected equal tensors, or "
-        "tie_word_embeddings=false in config.json")
+      f"{checkpoint.path}: tie_word_embeddings is true but lm_head.weight "
+      "differs from the embedding; expected equal tensors, or "
+      "tie_word_embeddings=false in config.json"
+    )
 
 
 def _check_shape(checkpoint, leaf, shape, vocab_size: int) -> None:
@@ -166,4 +182,5 @@ def _check_shape(checkpoint, leaf, shape, vocab_size: int) -> None:
     got = tuple(checkpoint.slice(name).get_shape())
     if got != expected:
       raise ModelError(
-          f"{checkpoint.path}: {name} has shape {got}, the config says {expected}")
+        f"{checkpoint.path}: {name} has shape {got}, the config says {expected}"
+      )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
+from collections.abc import Iterator
 
 from jaxrl_hybrid.models.params import LM, VALUE
 from jaxrl_hybrid.models.spec import ModelSpec
@@ -11,29 +11,29 @@ from jaxrl_hybrid.models.spec import ModelSpec
 # HF Linear weights are [out, in]. Column-parallel kernels are kept that way;
 # row-parallel ones ("T") are transposed, so that the tp dim leads.
 LAYER_TABLE = (
-    ("input_layernorm.weight", "attn_norm/scale", ""),
-    ("self_attn.q_proj.weight", "attn/q/kernel", ""),
-    ("self_attn.k_proj.weight", "attn/k/kernel", ""),
-    ("self_attn.v_proj.weight", "attn/v/kernel", ""),
-    ("self_attn.o_proj.weight", "attn/o/kernel", "T"),
-    ("self_attn.q_proj.bias", "attn/q/bias", ""),
-    ("self_attn.k_proj.bias", "attn/k/bias", ""),
-    ("self_attn.v_proj.bias", "attn/v/bias", ""),
-    ("self_attn.o_proj.bias", "attn/o/bias", ""),
-    ("self_attn.q_norm.weight", "attn/q_norm/scale", ""),
-    ("self_attn.k_norm.weight", "attn/k_norm/scale", ""),
-    ("post_attention_layernorm.weight", "mlp_norm/scale", ""),
-    ("mlp.gate_proj.weight", "mlp/gate/kernel", ""),
-    ("mlp.up_proj.weight", "mlp/up/kernel", ""),
-    ("mlp.down_proj.weight", "mlp/down/kernel", "T"),
-    ("mlp.gate_proj.bias", "mlp/gate/bias", ""),
-    ("mlp.up_proj.bias", "mlp/up/bias", ""),
-    ("mlp.down_proj.bias", "mlp/down/bias", ""),
+  ("input_layernorm.weight", "attn_norm/scale", ""),
+  ("self_attn.q_proj.weight", "attn/q/kernel", ""),
+  ("self_attn.k_proj.weight", "attn/k/kernel", ""),
+  ("self_attn.v_proj.weight", "attn/v/kernel", ""),
+  ("self_attn.o_proj.weight", "attn/o/kernel", "T"),
+  ("self_attn.q_proj.bias", "attn/q/bias", ""),
+  ("self_attn.k_proj.bias", "attn/k/bias", ""),
+  ("self_attn.v_proj.bias", "attn/v/bias", ""),
+  ("self_attn.o_proj.bias", "attn/o/bias", ""),
+  ("self_attn.q_norm.weight", "attn/q_norm/scale", ""),
+  ("self_attn.k_norm.weight", "attn/k_norm/scale", ""),
+  ("post_attention_layernorm.weight", "mlp_norm/scale", ""),
+  ("mlp.gate_proj.weight", "mlp/gate/kernel", ""),
+  ("mlp.up_proj.weight", "mlp/up/kernel", ""),
+  ("mlp.down_proj.weight", "mlp/down/kernel", "T"),
+  ("mlp.gate_proj.bias", "mlp/gate/bias", ""),
+  ("mlp.up_proj.bias", "mlp/up/bias", ""),
+  ("mlp.down_proj.bias", "mlp/down/bias", ""),
 )
 OUTER_TABLE = (
-    ("model.embed_tokens.weight", "embed/kernel"),
-    ("model.norm.weight", "norm/scale"),
-    ("lm_head.weight", "lm_head/kernel"),
+  ("model.embed_tokens.weight", "embed/kernel"),
+  ("model.norm.weight", "norm/scale"),
+  ("lm_head.weight", "lm_head/kernel"),
 )
 # Buffers that old checkpoints hold and that follow from the config.
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_hybrid.data import tasks, tokenizer as tokenizers
+from jaxrl_hybrid.data import tasks
+from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.spec import ModelSpec, load_hf_config, spec_from_hf
 
 # What of a generation_config would change sampling; we take ours from the config.
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                 "do_sample", "typical_p", "no_repeat_ngram_size")
+SAMPLING_KEYS = (
+  "temperature",
+  "top_k",
+  "top_p",
+  "min_p",
+  "repetition_penalty",
+  "do_sample",
+  "typical_p",
+  "no_repeat_ngram_size",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +50,16 @@ class ModelSource:
 
   def ignored_sampling(self) -> list[str]:
     """One line if generation_config holds sampling defaults: they are not used."""
-    found = {key: self.generation_config[key] for key in SAMPLING_KEYS
-             if self.generation_config.get(key) is not None}
-    return [f"ignored from generation_config: {found} (sampling follows rollout.*)"
-            ] if found else []
+    found = {
+      key: self.generation_config[key]
+      for key in SAMPLING_KEYS
+      if self.generation_config.get(key) is not None
+    }
+    return (
+      [f"ignored from generation_config: {found} (sampling follows rollout.*)"]
+      if found
+      else []
+    )
 
 
 def open_model(model: Mapping[str, Any]) -> ModelSource:
@@ -56,21 +71,30 @@ def open_model(model: Mapping[str, Any]) -> ModelSource:
   """
   path, random = model["path"], dict(model["random"])
   if bool(path) == bool(random):
-    raise ConfigError("expected one of model.path (an HF directory) and model.random "
-                      f"(HF config fields), got path={path!r} and random={random}")
+    raise ConfigError(
+      "expected one of model.path (an HF directory) and model.random "
+      f"(HF config fields), got path={path!r} and random={random}"
+    )
   tokenizer = _open_tokenizer(model["tokenizer"] or path)
   if path:
     hf_config = load_hf_config(path)
   else:
     hf_config = _random_config(random, tokenizer)
-  return ModelSource(spec_from_hf(hf_config), hf_config, _generation_config(path),
-                     tokenizer, path or None)
+  return ModelSource(
+    spec_from_hf(hf_config),
+    hf_config,
+    _generation_config(path),
+    tokenizer,
+    path or None,
+  )
 
 
 def _open_tokenizer(reference: str) -> Any:
   if not reference:
-    raise ConfigError("model.tokenizer: expected a directory, or task:NAME, for a "
-                      "random model; got nothing")
+    raise ConfigError(
+      "model.tokenizer: expected a directory, or task:NAME, for a "
+      "random model; got nothing"
+    )
   if reference.startswith(tasks.PREFIX):
     return tokenizers.symbol_tokenizer(tasks.task_symbols(reference))
   return tokenizers.load_tokenizer(reference)
@@ -79,16 +103,25 @@ def _open_tokenizer(reference: str) -> Any:
 def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
   from transformers import AutoConfig  # heavy import, needed here only
 
-  fields = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id, **fields}
+  fields = {
+    "vocab_size": len(tokenizer),
+    "bos_token_id": tokenizer.bos_token_id,
+    "eos_token_id": tokenizer.eos_token_id,
+    "pad_token_id": tokenizer.pad_token_id,
+    **fields,
+  }
   try:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
   except (KeyError, ValueError, TypeError) as error:
-    raise ConfigError(f"model.random: expected the fields of an HF config with a "
-                      f"model_type, got {fields}: {error}") from error
-  architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                  "qwen3": "Qwen3ForCausalLM"}.get(config["model_type"])
+    raise ConfigError(
+      f"model.random: expected the fields of an HF config with a "
+      f"model_type, got {fields}: {error}"
+    ) from error
+  architecture = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+  }.get(config["model_type"])
   return config | {"architectures": [architecture]}
 
 
