@@ -30,7 +30,6 @@ from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.hf import source
 from jaxrl_hybrid.models.hf.load import load_params
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import rules
@@ -98,12 +97,14 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
     mesh_lib.generation_mesh(train.mesh, config.mesh.generation), rules.GENERATION
   )
   model = source.open_model(config.model)
-  _check_model(config, model.spec)
+  _check_model(config, model)
   encoder = PromptEncoder(
     model.tokenizer,
     chat_template=config.data.chat_template,
     system_prompt=config.data.system_prompt,
   )
+  # What the model is trained with is what the exported directory carries.
+  model.tokenizer.chat_template = encoder.chat_template or model.tokenizer.chat_template
   algorithm = make_algorithm(config)
   return Plan(
     config=config,
@@ -126,7 +127,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, sizes, algorithm = plan.config, plan.sizes, make_algorithm(plan.config)
   decoder = make_decoder(plan, plan.train_layout)
-  params = make_params(plan, jnp.dtype(config.model.param_dtype))
+  params = make_params(plan, jnp.float32)
   total = config.trainer.total_steps * sizes.updates_per_step
   schedule = learning_rate(config.actor.optim, total)
   actor = Actor(
@@ -217,12 +218,14 @@ def make_params(
   return jax.jit(init, out_shardings=shardings)()
 
 
-def abstract_params(plan: Plan, dtype: jnp.dtype) -> Params:
-  """Shapes and shardings of ``make_params``; loads nothing."""
+def abstract_params(plan: Plan) -> Params:
+  """Shapes and shardings of the fp32 ``make_params``; loads nothing."""
   spec, layout = plan.source.spec, plan.train_layout
   vocab = spec.padded_vocab(layout.mesh.shape["tp"])
   return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+    lambda leaf, sharding: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding
+    ),
     params_lib.abstract_params(spec, vocab=vocab),
     layout.shardings(params_lib.logical_axes(spec)),
   )
@@ -284,7 +287,7 @@ def _critic(plan: Plan, decoder: Decoder, total_updates: int) -> Critic:
   config, sizes = plan.config, plan.sizes
   params = make_params(
     plan,
-    jnp.dtype(config.model.param_dtype),
+    jnp.float32,
     params_lib.VALUE,
     config.critic.path or None,
   )
@@ -356,7 +359,13 @@ def _eval_prompts(config: ConfigDict, encoder: PromptEncoder) -> list[Prompt]:
   ]
 
 
-def _check_model(config: ConfigDict, spec: ModelSpec) -> None:
+def _check_model(config: ConfigDict, model: source.ModelSource) -> None:
+  spec, known = model.spec, len(model.tokenizer)
+  if known > spec.vocab_size:
+    raise ConfigError(
+      f"model.tokenizer has {known} tokens but the model's vocab_size is "
+      f"{spec.vocab_size}; expected the model's own tokenizer"
+    )
   tp, data = config.mesh.train[1], config.data
   sizes = {
     "num_attention_heads": spec.num_heads,

@@ -52,7 +52,6 @@ def base() -> ConfigDict:
         # Of products: float32, bfloat16, or float16 (forward float16, backward
         # bfloat16: the log-probs of trainer and engine agree eight times better).
         dtype="float16",
-        param_dtype="float32",
         attention="auto",  # auto | xla | cudnn
         remat="full",  # none | full
         logprob_chunk=512,
@@ -217,7 +216,6 @@ def _check_choices(config: ConfigDict) -> None:
     "actor.optim.schedule": ("constant", "linear", "cosine"),
     "critic.optim.schedule": ("constant", "linear", "cosine"),
     "model.dtype": ("float32", "bfloat16", "float16"),
-    "model.param_dtype": ("float32", "bfloat16"),
     "model.attention": IMPLEMENTATIONS,
     "model.remat": REMAT,
     "data.overlong_prompts": ("drop", "truncate_left", "error"),

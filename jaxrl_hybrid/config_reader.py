@@ -102,7 +102,10 @@ def _explain(error: Exception, argv: Sequence[str]) -> str:
   keys = [key for key, _ in flatten(base())]
   for arg in argv:
     match = re.match(r"--config\.([\w.]+)", arg)
-    if match and match[1] not in keys and not match[1].startswith("model.random."):
+    if match and match[1].startswith("model.random."):
+      if isinstance(error, AttributeError | KeyError):
+        return f"unknown config key {match[1]!r}; the config file does not set it"
+    elif match and match[1] not in keys:
       near = _nearest(match[1], keys)
       hint = f"; did you mean {near!r}?" if near else ""
       return f"unknown config key {match[1]!r}{hint}"

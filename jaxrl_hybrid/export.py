@@ -9,8 +9,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from jaxrl_hybrid import build, cli, config_reader
 from jaxrl_hybrid.errors import CheckpointError
 from jaxrl_hybrid.models.hf.export import export_hf
@@ -40,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
   params = checkpoints.restore_part(
     step,
     ("actor", "params"),
-    build.abstract_params(plan, jnp.dtype(config.model.param_dtype)),
+    build.abstract_params(plan),
   )
   source = plan.source
   export_hf(

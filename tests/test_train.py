@@ -197,6 +197,7 @@ def test_dry_run_loads_nothing(tmp_path):
     ("--config.data.max_response_length=100", ["max_position_embeddings", "64"]),
     ("--config.mesh.train=(1,4,1)", ["tp=4", "num_key_value_heads"]),
     ("--config.mesh.train=(1,2,8)", ["16 devices", "got 4"]),
+    ("--config.model.random.vocab_size=5", ["model.random.vocab_size"]),
     ("--config.trainer.trackers=('wandbb',)", ["wandbb", "wandb"]),
   ],
 )

@@ -10,7 +10,7 @@ from jaxrl_hybrid.models.params import Params
 
 
 def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
-  """Linear warm-up from 0 to lr, then constant, linear or cosine decay.
+  """Linear warm-up from lr / warmup_steps to lr, then constant, linear or cosine.
 
   Args:
     optim: config section with lr, schedule, warmup_steps (in updates) and
@@ -29,7 +29,9 @@ def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
   }[optim.schedule]()
   if not optim.warmup_steps:
     return main
-  warmup = optax.linear_schedule(0.0, optim.lr, optim.warmup_steps)
+  warmup = optax.linear_schedule(
+    optim.lr / optim.warmup_steps, optim.lr, optim.warmup_steps - 1
+  )
   return optax.join_schedules([warmup, main], [optim.warmup_steps])
 
 

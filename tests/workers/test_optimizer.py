@@ -21,18 +21,18 @@ def rates(counts, total, **changes):
   "changes,counts,expected",
   [
     (dict(), (0, 5, 99), (2, 2, 2)),
-    (dict(warmup_steps=4), (0, 1, 2, 3, 4, 11), (0, 0.5, 1, 1.5, 2, 2)),
+    (dict(warmup_steps=4), (0, 1, 2, 3, 4, 11), (0.5, 1, 1.5, 2, 2, 2)),
     (dict(schedule="linear"), (0, 3, 6, 12, 20), (2, 1.5, 1, 0, 0)),
     (
       dict(schedule="linear", warmup_steps=4, min_lr_ratio=0.1),
       (0, 2, 4, 8, 12),
-      (0, 1, 2, 1.1, 0.2),
+      (0.5, 1.5, 2, 1.1, 0.2),
     ),
     (dict(schedule="cosine"), (0, 4, 6, 8, 12), (2, 1.5, 1, 0.5, 0)),
     (
       dict(schedule="cosine", warmup_steps=4, min_lr_ratio=0.1),
       (0, 3, 4, 8, 12, 50),
-      (0, 1.5, 2, 1.1, 0.2, 0.2),
+      (0.5, 2, 2, 1.1, 0.2, 0.2),
     ),
   ],
 )
@@ -43,7 +43,7 @@ def test_schedules_by_hand(changes, counts, expected):
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_run_shorter_than_its_warm_up_has_finite_rates(schedule):
   got = rates(range(4), 2, schedule=schedule, warmup_steps=10)
-  np.testing.assert_allclose(got, [0, 0.2, 0.4, 0.6], atol=1e-6)
+  np.testing.assert_allclose(got, [0.2, 0.4, 0.6, 0.8], atol=1e-6)
 
 
 def apply(optimizer, params, *grads):
