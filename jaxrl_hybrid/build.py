@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid import config as config_lib
@@ -60,6 +61,7 @@ class Plan:
   eos_ids: tuple[int, ...]
   train_data: prompts_lib.PromptDataset | None  # None: for evaluation only
   eval_prompts: list[Prompt]
+  eval_total: int  # rows of which eval_prompts are a part
   reward: RewardWorker
   train_layout: Layout
   generation_layout: Layout
@@ -76,7 +78,7 @@ class Plan:
       "generation_config)",
       *self.source.ignored_sampling(),
       *([self.train_data.describe()] if self.train_data else []),
-      f"evaluation: {len(self.eval_prompts)} prompts, greedy",
+      f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
     ]
     return "\n".join(lines)
 
@@ -97,7 +99,10 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
     mesh_lib.generation_mesh(train.mesh, config.mesh.generation), rules.GENERATION
   )
   model = source.open_model(config.model)
-  _check_model(config, model)
+  eos_ids = tokenizers.eos_ids(
+    model.tokenizer, model.hf_config, model.generation_config
+  )
+  _check_model(config, model, eos_ids)
   encoder = PromptEncoder(
     model.tokenizer,
     chat_template=config.data.chat_template,
@@ -106,17 +111,17 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
   # What the model is trained with is what the exported directory carries.
   model.tokenizer.chat_template = encoder.chat_template or model.tokenizer.chat_template
   algorithm = make_algorithm(config)
+  eval_prompts, eval_total = _eval_prompts(config, encoder)
   return Plan(
     config=config,
     sizes=sizes,
     source=model,
-    eos_ids=tokenizers.eos_ids(
-      model.tokenizer, model.hf_config, model.generation_config
-    ),
+    eos_ids=eos_ids,
     train_data=(
       _dataset(config, encoder, config.data.train_files) if training else None
     ),
-    eval_prompts=_eval_prompts(config, encoder),
+    eval_prompts=eval_prompts,
+    eval_total=eval_total,
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
     train_layout=train,
     generation_layout=generation,
@@ -126,6 +131,7 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
 def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, sizes, algorithm = plan.config, plan.sizes, make_algorithm(plan.config)
+  recorder = Recorder(run_dir, config)
   decoder = make_decoder(plan, plan.train_layout)
   params = make_params(plan, jnp.float32)
   total = config.trainer.total_steps * sizes.updates_per_step
@@ -162,11 +168,11 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     settings=config.trainer,
     critic_warmup=config.critic.warmup if algorithm.needs_critic else 0,
     checkpoints=checkpoints,
-    recorder=Recorder(run_dir, config, step=step or 0),
+    recorder=recorder,
   )
   if step is not None:
     controller.resume(step)
-    controller.recorder.say(f"resumed from step {step} of {run_dir}")
+  recorder.open(step)
   return controller
 
 
@@ -349,18 +355,31 @@ def _dataset(
   )
 
 
-def _eval_prompts(config: ConfigDict, encoder: PromptEncoder) -> list[Prompt]:
+def _eval_prompts(
+  config: ConfigDict, encoder: PromptEncoder
+) -> tuple[list[Prompt], int]:
+  """(a fixed sample of the evaluation prompts, how many there are in all)."""
   if not config.data.eval_files:
-    return []
-  dataset = _dataset(config, encoder, tuple(config.data.eval_files))
-  return [
+    return [], 0
+  rows = _dataset(config, encoder, tuple(config.data.eval_files)).prompts
+  order = np.random.default_rng(0).permutation(len(rows))
+  chosen = [rows[i] for i in sorted(order[: config.trainer.eval_max_prompts])]
+  prompts = [
     Prompt(row.ids, row.prompt, row.text, row.row_id, row.row_id, row.columns)
-    for row in dataset.prompts[: config.trainer.eval_max_prompts]
+    for row in chosen
   ]
+  return prompts, len(rows)
 
 
-def _check_model(config: ConfigDict, model: source.ModelSource) -> None:
+def _check_model(
+  config: ConfigDict, model: source.ModelSource, eos_ids: tuple[int, ...]
+) -> None:
   spec, known = model.spec, len(model.tokenizer)
+  if not eos_ids or max(eos_ids) >= spec.vocab_size:
+    raise ConfigError(
+      f"expected EOS ids below the model's vocab_size {spec.vocab_size}, got "
+      f"{list(eos_ids)} from tokenizer, config.json and generation_config.json"
+    )
   if known > spec.vocab_size:
     raise ConfigError(
       f"model.tokenizer has {known} tokens but the model's vocab_size is "

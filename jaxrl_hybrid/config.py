@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -253,7 +254,7 @@ def _check_ranges(config: ConfigDict) -> None:
     "algorithm.kl_ctrl.target_kl",
   )
   for key in positive:
-    _require(config, key, lambda v: v > 0, "> 0")
+    _require(config, key, lambda v: 0 < v < math.inf, "> 0 and finite")
   for key in (
     "trainer.test_freq",
     "trainer.save_freq",
@@ -265,12 +266,23 @@ def _check_ranges(config: ConfigDict) -> None:
     "seed",
   ):
     _require(config, key, lambda v: v >= 0, ">= 0")
+  for key in (
+    "actor.optim.weight_decay",
+    "critic.optim.weight_decay",
+    "actor.optim.min_lr_ratio",
+    "critic.optim.min_lr_ratio",
+    "actor.kl_loss_coef",
+    "algorithm.kl_ctrl.kl_coef",
+  ):
+    _require(config, key, lambda v: 0 <= v < math.inf, ">= 0 and finite")
+  for key in ("actor.optim.betas", "critic.optim.betas"):
+    _require(config, key, _is_betas, "two numbers in [0, 1)")
   for key in ("algorithm.gamma", "algorithm.lam"):
     _require(config, key, lambda v: 0 <= v <= 1, "in [0, 1]")
   _require(
     config,
     "rollout.temperature",
-    lambda v: v > 0,
+    lambda v: 0 < v < math.inf,
     "> 0 (sampling and training share it; evaluation is greedy anyway)",
   )
   _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
@@ -280,11 +292,15 @@ def _check_ranges(config: ConfigDict) -> None:
     raise ConfigError("data.train_files: expected at least one file, got none")
 
 
+def _is_betas(value: Any) -> bool:
+  return len(value) == 2 and all(0 <= beta < 1 for beta in value)
+
+
 def _check_mesh(config: ConfigDict) -> None:
   for key, names in (("mesh.train", "(pp, tp, dp)"), ("mesh.generation", "(p_g, t_g)")):
     value = get(config, key)
     size = names.count(",") + 1
-    if len(value) != size or any(not isinstance(v, int) or v < 1 for v in value):
+    if len(value) != size or any(type(v) is not int or v < 1 for v in value):
       raise ConfigError(f"{key}: expected {size} integers >= 1 {names}, got {value}")
   pp, tp, _ = config.mesh.train
   p_g, t_g = config.mesh.generation
@@ -304,6 +320,10 @@ def _check_rewards(config: ConfigDict) -> None:
   functions, weights = config.rewards.functions, config.rewards.weights
   if not functions:
     raise ConfigError("rewards.functions: expected at least one, got none")
+  if not all(isinstance(f, str) for f in functions):
+    raise ConfigError(f"rewards.functions: expected names, got {tuple(functions)}")
+  if not all(isinstance(w, int | float) and math.isfinite(w) for w in weights):
+    raise ConfigError(f"rewards.weights: expected numbers, got {tuple(weights)}")
   if len(functions) != len(weights):
     raise ConfigError(
       f"rewards.weights: expected {len(functions)} numbers, one per entry of "

@@ -35,9 +35,28 @@ def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:
     raise ConfigError(f"{error}; expected --config and --config.KEY=VALUE") from error
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
     raise ConfigError(_explain(error, argv)) from error
+  except Exception as error:  # whatever the user's file raises
+    raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
+  _check_keys(holder.value, file)
   if rest[1:]:
     raise ConfigError(f"unexpected arguments {rest[1:]}; expected --config.KEY=VALUE")
   return holder.value, file
+
+
+def _check_keys(config: Any, file: str) -> None:
+  """``get_config()`` must give the keys of ``config.base()``, no more, no less."""
+  if not isinstance(config, ConfigDict):
+    raise ConfigError(
+      f"{file}: expected get_config() to return config.base() with changes, got "
+      f"{type(config).__name__}"
+    )
+  known = {key for key, _ in flatten(base()) if key != "model.random"}
+  found = {key for key, _ in flatten(config) if not key.startswith("model.random")}
+  if known != found:
+    raise ConfigError(
+      f"{file}: expected the keys of config.base(); unknown {sorted(found - known)}, "
+      f"missing {sorted(known - found)}"
+    )
 
 
 def from_run(path: str | Path) -> ConfigDict:

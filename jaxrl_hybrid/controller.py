@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data.stream import PromptStream
-from jaxrl_hybrid.errors import RewardError
+from jaxrl_hybrid.errors import NumericsError, RewardError
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import Recorder
 from jaxrl_hybrid.runtime.timers import Timers
@@ -36,6 +35,7 @@ from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward import RewardWorker
 
 Metrics = dict[str, float]
+MAX_BAD_STEPS = 3
 
 
 @dataclasses.dataclass
@@ -55,23 +55,28 @@ class Controller:
   checkpoints: Checkpoints
   recorder: Recorder
   step: int = 0
+  bad_steps: int = 0  # in a row
   last_eval: Metrics = dataclasses.field(default_factory=dict)
 
   def fit(self) -> Metrics:
     """Trains to ``trainer.total_steps``; returns the last evaluation."""
     if self.step == 0 and self.settings.val_before_train and self.eval_prompts:
       self.recorder.step(0, self.evaluate())
+    timers = Timers()
     while self.step < self.settings.total_steps:
       self.step += 1
-      timers = Timers()
       metrics = self.train_step(timers)
       if self._is_due(self.settings.test_freq) and self.eval_prompts:
         with timers("testing"):
           metrics |= self.evaluate()
+      self.recorder.step(self.step, metrics | _throughput(metrics, timers))
+      self._check_finite(metrics)
+      # Recorded before it is saved: a resumed run never lacks a step's line. The
+      # time of saving is part of the next step.
+      timers = Timers()
       if self._is_due(self.settings.save_freq):
         with timers("save_checkpoint"):
           self.save()
-      self.recorder.step(self.step, metrics | _throughput(metrics, timers))
     return self.last_eval
 
   def train_step(self, timers: Timers) -> Metrics:
@@ -176,6 +181,27 @@ class Controller:
     last = self.step == self.settings.total_steps
     return frequency > 0 and (last or self.step % frequency == 0)
 
+  def _check_finite(self, metrics: Metrics) -> None:
+    """Stops before a run of skipped updates looks like training."""
+    skipped = [
+      name
+      for name, _ in self._trained()
+      if metrics.get(f"{name}/skipped_updates", 0.0) > 0
+    ]
+    self.bad_steps = self.bad_steps + 1 if skipped else 0
+    if skipped:
+      logging.warning(
+        "step %d: loss or gradient of %s is not finite; the update was skipped",
+        self.step,
+        " and ".join(skipped),
+      )
+    if self.bad_steps >= MAX_BAD_STEPS:
+      raise NumericsError(
+        f"{self.bad_steps} steps in a row had a loss or gradient that is not finite "
+        f"(last: step {self.step}); parameters are those before the first. Expected "
+        "finite rewards and weights and a stable optim.lr"
+      )
+
   def _progress(self) -> Metrics:
     return {"training/global_step": self.step, "training/epoch": self.stream.epoch}
 
@@ -212,9 +238,11 @@ def _lengths(batch: Batch) -> Metrics:
 
 def _throughput(metrics: Metrics, timers: Timers) -> Metrics:
   timing = timers.metrics()
-  seconds = timing["timing_s/step"] - timing.get("timing_s/testing", 0.0)
-  tokens = metrics["perf/total_num_tokens"]
+  idle = (
+    timing.get(f"timing_s/{name}", 0.0) for name in ("testing", "save_checkpoint")
+  )
+  seconds = timing["timing_s/step"] - sum(idle)
   return timing | {
-    "perf/throughput": tokens / seconds if seconds else math.nan,
+    "perf/throughput": metrics["perf/total_num_tokens"] / seconds,
     "perf/time_per_step": timing["timing_s/step"],
   }

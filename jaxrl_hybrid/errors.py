@@ -26,5 +26,9 @@ class RewardError(JaxrlError):
   """A reward function failed; names the function and the sample."""
 
 
+class NumericsError(JaxrlError):
+  """Training stopped because its numbers are no longer finite."""
+
+
 class CheckpointError(JaxrlError):
   """A saved state cannot be written, found or restored."""

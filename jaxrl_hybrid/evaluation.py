@@ -67,7 +67,10 @@ def _answer(prompt: Prompt) -> str | None:
 
 
 def _by_level(batch: Batch) -> dict[str, float]:
-  levels = np.array([prompt.columns.get("level", -1) for prompt in batch.prompts])
+  values = [prompt.columns.get("level") for prompt in batch.prompts]
+  if not all(isinstance(value, int | str) for value in values):
+    return {}
+  levels = np.array([str(value) for value in values])
   found = sorted(set(levels.tolist()))
   if len(found) < 2:
     return {}

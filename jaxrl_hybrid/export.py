@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl_hybrid import build, cli, config_reader
 from jaxrl_hybrid.errors import CheckpointError
-from jaxrl_hybrid.models.hf.export import export_hf
+from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
 from jaxrl_hybrid.runtime import launch
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import CONFIG_FILE
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> None:
   flags, rest = cli.split_flags(parser, argv)
   if rest[1:]:
     parser.error(f"unexpected arguments {rest[1:]}")
+  check_replaceable(flags.out.absolute())
   config = config_reader.from_run(flags.run_dir / CONFIG_FILE)
   launch.setup(config)
   checkpoints = Checkpoints(flags.run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)

@@ -216,7 +216,9 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
   run(*common)
   before = (tmp_path / "run" / "metrics.jsonl").read_text()
   out = run(*common, ok=False)
-  assert out.returncode == 2 and "holds a run" in out.stderr
+  assert out.returncode == 2 and "finished run" in out.stderr
+  out = run(*common, "--config.seed=5", ok=False)
+  assert out.returncode == 2 and "different run" in out.stderr
   assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
@@ -244,3 +246,67 @@ def test_checkpoint_of_another_model_is_refused(straight, tmp_path):
     ok=False,
   )
   assert out.returncode == 2 and "does not fit this config" in out.stderr
+  assert len(out.stderr.splitlines()) < 10
+  config = json.loads((straight[1] / "config.json").read_text())
+  assert config["model"]["random"]["hidden_size"] == 32  # the run is as it was
+
+
+def test_not_finite_updates_change_nothing_and_stop_the_run(tmp_path):
+  out = run(
+    f"--config.trainer.run_dir={tmp_path}/run",
+    "--config.actor.optim.lr=1e30",
+    "--config.trainer.total_steps=9",
+    "--config.trainer.save_freq=1",
+    ok=False,
+  )
+  assert out.returncode == 2 and "NumericsError" in out.stderr
+  rows = metrics_of(tmp_path / "run")
+  assert [row["actor/skipped_updates"] for row in rows[-3:]] == [1, 1, 1]
+
+
+def test_a_start_without_a_checkpoint_starts_afresh_and_two_at_once_do_not(tmp_path):
+  import fcntl
+
+  common = [
+    f"--config.trainer.run_dir={tmp_path}/run",
+    "--config.trainer.total_steps=2",
+  ]
+  run(*common)
+  metrics = tmp_path / "run" / "metrics.jsonl"
+  lines = metrics.read_text().splitlines()
+  metrics.write_text("\n".join(lines[:2]) + "\n")  # as if it had died in step 2
+  out = run(*common)
+  assert "starts afresh" in out.stdout
+  assert without_time(metrics_of(tmp_path / "run")) == without_time(
+    [json.loads(line) for line in lines]
+  )
+  with (tmp_path / "run" / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    out = run(*common, ok=False)
+  assert out.returncode == 2 and "another process" in out.stderr
+
+
+def test_export_does_not_replace_what_is_not_a_model(straight, tmp_path):
+  (tmp_path / "thesis.tex").write_text("years of work")
+  out = run(
+    "--run_dir", straight[1], "--out", tmp_path, module="export", config=None, ok=False
+  )
+  assert out.returncode == 2 and "would be replaced" in out.stderr
+  assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+  "body,words",
+  [
+    ("def get_config(): return None", ["get_config()", "NoneType"]),
+    ("def get_config(): return undefined", ["NameError", "undefined"]),
+    ("import nowhere", ["nowhere"]),
+    ("x = (", ["config.py"]),
+  ],
+)
+def test_a_broken_config_file_is_one_message(body, words, tmp_path):
+  file = tmp_path / "config.py"
+  file.write_text(body)
+  out = run(config=str(file), ok=False)
+  assert out.returncode == 2
+  assert all(word in out.stderr for word in words), out.stderr

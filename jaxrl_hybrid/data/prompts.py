@@ -152,7 +152,7 @@ def _encode(
 
 def _check_arguments(max_prompt_length: int, overlong: str) -> None:
   if overlong not in OVERLONG:
-    raise ConfigError(f"data.overlong={overlong!r}, expected one of {OVERLONG}")
+    raise ConfigError(f"data.overlong_prompts={overlong!r}, expected one of {OVERLONG}")
   if max_prompt_length < 1:
     raise ConfigError(
       f"data.max_prompt_length={max_prompt_length}, expected at least 1"
@@ -201,14 +201,14 @@ def _limit(
     raise DataError(
       f"{name}, row {long[0].row_id}: {len(long[0].ids):,} tokens exceed "
       f"data.max_prompt_length={limit} ({len(long)} of {total} rows, {size}); raise "
-      "it, or set data.overlong to drop or truncate_left"
+      "it, or set data.overlong_prompts to drop or truncate_left"
     )
   if overlong == "drop":
     logger.warning("%s: %d of %d rows dropped (%s)", name, len(long), total, size)
     if len(long) == len(rows):
       raise DataError(
         f"{name}: no row is left, {len(long)} of {total} rows dropped ({size}); "
-        "raise data.max_prompt_length or set data.overlong=truncate_left"
+        "raise data.max_prompt_length or set data.overlong_prompts=truncate_left"
       )
     return [row for row in rows if len(row.ids) <= limit]
   logger.warning(

@@ -32,9 +32,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
       f"{folder}: no such folder; a tokenizer is read from a local model folder "
       "(download the model first)"
     )
+  # A tokenizer.json is complete. AutoTokenizer may rebuild it as the class that
+  # config.json's model_type suggests, with other ids.
+  exact = (folder / "tokenizer.json").is_file()
+  loader = PreTrainedTokenizerFast if exact else AutoTokenizer
   try:
-    return AutoTokenizer.from_pretrained(
-      str(folder), use_fast=True, trust_remote_code=False, local_files_only=True
+    return loader.from_pretrained(
+      str(folder), trust_remote_code=False, local_files_only=True
     )
   except (ValueError, OSError, KeyError, ImportError) as e:
     reason = str(e).strip().splitlines() or [type(e).__name__]

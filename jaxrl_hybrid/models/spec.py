@@ -7,6 +7,7 @@ decoder does not have is an error here, before any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ROPE_OPTIONS = {
     "original_max_position_embeddings",
   ),
 }
+VOCAB_MULTIPLE = 64
 ROPE_KINDS = tuple(ROPE_OPTIONS)
 
 
@@ -70,8 +72,12 @@ class ModelSpec:
   qk_norm: bool = False
   initializer_range: float = 0.02
 
-  def padded_vocab(self, multiple: int) -> int:
-    """Vocabulary size rounded up to a multiple (the tp size)."""
+  def padded_vocab(self, tp: int) -> int:
+    """Vocabulary size rounded up so that tp divides it.
+
+    The same for every tp up to 64, so that a checkpoint fits another mesh.
+    """
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
     return -(-self.vocab_size // multiple) * multiple
 
   def num_params(self) -> int:
@@ -138,6 +144,18 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
       f"hidden_act {config['hidden_act']!r} is not supported; expected 'silu'"
     )
   heads, hidden = config["num_attention_heads"], config["hidden_size"]
+  kv_heads = config.get("num_key_value_heads") or heads
+  if heads % kv_heads or config["num_hidden_layers"] < 1:
+    raise ModelError(
+      f"expected at least one layer and num_key_value_heads that divide "
+      f"num_attention_heads, got {config['num_hidden_layers']} layers, {kv_heads} and "
+      f"{heads} heads"
+    )
+  if not config.get("head_dim") and hidden % heads:
+    raise ModelError(
+      f"expected num_attention_heads={heads} to divide hidden_size={hidden}, or a "
+      "head_dim"
+    )
   return ModelSpec(
     family=family,
     vocab_size=config["vocab_size"],
@@ -145,7 +163,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     intermediate_size=config["intermediate_size"],
     num_layers=config["num_hidden_layers"],
     num_heads=heads,
-    num_kv_heads=config.get("num_key_value_heads") or heads,
+    num_kv_heads=kv_heads,
     head_dim=config.get("head_dim") or hidden // heads,
     max_positions=config["max_position_embeddings"],
     rms_norm_eps=config["rms_norm_eps"],
@@ -193,7 +211,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     )
   try:
     return AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-  except (OSError, ValueError, KeyError) as error:
+  except Exception as error:  # transformers raises its own kinds
     raise ModelError(f"{path / 'config.json'} is not readable: {error}") from error
 
 

@@ -12,6 +12,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
+from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.ops.matmul import backward_dtype
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
@@ -98,10 +99,16 @@ _causal.defvjp(_causal_forward, _causal_backward)
 
 
 def choose(requested: str, *, dtype: jnp.dtype, head_dim: int) -> str:
-  """Resolves ``auto`` by a probe on the device, and logs what and why."""
-  if requested != "auto":
+  """Resolves ``auto`` by a probe on the device, and logs what and why.
+
+  Raises:
+    ConfigError: cuDNN is asked for and does not work.
+  """
+  if requested == "xla":
     return requested
   reason = _why_not_cudnn(dtype, head_dim)
+  if requested == "cudnn" and reason:
+    raise ConfigError(f"model.attention=cudnn does not work here: {reason}; use auto")
   choice = "xla" if reason else "cudnn"
   logging.info("attention: %s (%s)", choice, reason or "cuDNN probe passed")
   return choice

@@ -61,5 +61,5 @@ def describe(train: Mesh, generation: Mesh) -> str:
   return (
     f"mesh: train pp={pp} tp={tp} dp={dp}; generation pp={sizes['pp']} "
     f"tp={sizes['tp']} dp={dp} micro_dp={micro}; "
-    f"{train.devices.flat[0].platform} x {train.devices.size}"
+    f"{train.devices.size} of {len(jax.devices())} {jax.default_backend()} devices"
   )

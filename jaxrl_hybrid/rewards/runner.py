@@ -114,6 +114,7 @@ class RewardRunner:
       terms.update(own_terms)
       bad[failed] += 1
       total += weight * own_terms[function.name].astype(np.float64)
+    self._check_sum(total, samples)
     valid = (bad == 0) | (self._on_error != "skip")
     metrics = {"reward/bad_count": float(bad.sum())}
     for name, values in terms.items():
@@ -122,6 +123,16 @@ class RewardRunner:
         metrics[f"reward/{name}/mean"] = float(values.mean(dtype=np.float64))
     scores = total.astype(np.float32)
     return RewardResult(scores, terms, valid, int(bad.sum()), metrics)
+
+  def _check_sum(self, total: np.ndarray, samples: _Samples) -> None:
+    """The weights must not push finite scores out of fp32's range."""
+    beyond = np.flatnonzero(~(np.abs(total) <= _FLOAT32_MAX))
+    if beyond.size:
+      raise RewardError(
+        f"the weighted sum of sample {beyond[0]} is {total[beyond[0]]:g}; expected a "
+        "number that fp32 can hold: change rewards.weights or scale the rewards "
+        f"(completion: {samples.texts[beyond[0]][:_HEAD]!r})"
+      )
 
   def _score_one(
     self, function: loading.RewardFunction, samples: _Samples

@@ -40,7 +40,8 @@ class MetricsWriter:
 
   def rewind(self, step: int) -> None:
     """Drops the lines of later steps, as after resuming from ``step``."""
-    lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+    text = self.path.read_text(encoding="utf-8", errors="replace")
+    lines = [line + "\n" for line in text.split("\n") if line]
     kept = [line for line in lines if (s := _step_of(line)) is not None and s <= step]
     if len(kept) == len(lines):
       return
@@ -84,7 +85,7 @@ def _step_of(line: str) -> int | None:
   except (ValueError, KeyError, TypeError):
     _log.warning("dropped an unreadable line of metrics: %.80s", line)
     return None
-  return step
+  return step if isinstance(step, int) else None
 
 
 def _json_number(value: Any) -> int | float | None:

@@ -100,6 +100,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _make_step(optimizer: optax.GradientTransformation, loss_fn: LossFn) -> Any:
+  """An update; one whose loss or gradient is not finite changes nothing."""
+
   def step(params: Params, opt_state: Any, batch: dict[str, jax.Array]) -> Any:
     total = reduce.totals(batch["mask"])
 
@@ -113,8 +115,13 @@ def _make_step(optimizer: optax.GradientTransformation, loss_fn: LossFn) -> Any:
     for name, (total_sum, weight) in means.items():
       metrics[name] = jnp.sum(total_sum) / jnp.maximum(jnp.sum(weight), 1.0)
     metrics |= {name: jnp.max(x) for name, x in maxima.items()}
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, metrics
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    metrics["skipped_updates"] = ~finite
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+    keep = lambda new, old: jnp.where(finite, new, old)
+    params, opt_state = jax.tree.map(keep, (new_params, new_state), (params, opt_state))
+    return params, opt_state, metrics
 
   return step
 

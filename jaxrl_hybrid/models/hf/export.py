@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf import names
 from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE
 from jaxrl_hybrid.models.params import Params
@@ -48,8 +49,12 @@ def export_hf(
 
   Returns:
     The directory.
+
+  Raises:
+    ModelError: ``out_dir`` holds something else than an exported model.
   """
-  out_dir = Path(out_dir)
+  out_dir = Path(out_dir).absolute()
+  check_replaceable(out_dir)
   partial = out_dir.with_name(out_dir.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
@@ -69,6 +74,20 @@ def export_hf(
     shutil.rmtree(out_dir)
   os.replace(partial, out_dir)
   return out_dir
+
+
+def check_replaceable(out_dir: Path) -> None:
+  """An export replaces an earlier export or an empty directory, nothing else."""
+  if not out_dir.exists():
+    return
+  earlier = out_dir.is_dir() and (
+    (out_dir / "config.json").is_file() or not any(out_dir.iterdir())
+  )
+  if not earlier or any(child.is_dir() for child in out_dir.iterdir()):
+    raise ModelError(
+      f"{out_dir} is not an exported model and would be replaced; expected a new or "
+      "empty directory"
+    )
 
 
 def _write_weights(params, spec, directory, dtype, max_shard_bytes) -> None:

@@ -21,6 +21,7 @@ from jaxrl_hybrid.models.hf import names
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -104,6 +105,8 @@ def load_params(
     for leaf in wanted:
       shape = names.get(abstract, leaf.path).shape
       _check_shape(checkpoint, leaf, shape, spec.vocab_size)
+      for name in leaf.names:
+        _check_dtype(checkpoint.path, name, checkpoint.slice(name).get_dtype())
       sharding = names.get(shardings, leaf.path)
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
   if head == params_lib.VALUE:
@@ -170,6 +173,14 @@ def _check_tied_head(checkpoint) -> None:
       f"{checkpoint.path}: tie_word_embeddings is true but lm_head.weight "
       "differs from the embedding; expected equal tensors, or "
       "tie_word_embeddings=false in config.json"
+    )
+
+
+def _check_dtype(path, name: str, dtype: str) -> None:
+  if dtype not in FLOAT_DTYPES:
+    raise ModelError(
+      f"{path}: {name} is stored as {dtype}; expected one of {FLOAT_DTYPES} "
+      "(quantized checkpoints are not supported)"
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxrl_hybrid.data import tasks
 from jaxrl_hybrid.data import tokenizer as tokenizers
-from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.errors import ConfigError, ModelError
 from jaxrl_hybrid.models.spec import ModelSpec, load_hf_config, spec_from_hf
 
 # What of a generation_config would change sampling; we take ours from the config.
@@ -62,23 +63,22 @@ class ModelSource:
     )
 
 
-def open_model(model: Mapping[str, Any]) -> ModelSource:
+def open_model(model: ConfigDict) -> ModelSource:
   """Reads the configs and tokenizer of the config's ``model`` section.
 
   Raises:
     ConfigError: neither or both of model.path and model.random.
     ModelError: an unreadable directory or an unsupported model.
   """
-  path, random = model["path"], dict(model["random"])
+  path, random = model["path"], model["random"].to_dict()
   if bool(path) == bool(random):
     raise ConfigError(
       "expected one of model.path (an HF directory) and model.random "
       f"(HF config fields), got path={path!r} and random={random}"
     )
+  hf_config = load_hf_config(path) if path else None
   tokenizer = _open_tokenizer(model["tokenizer"] or path)
-  if path:
-    hf_config = load_hf_config(path)
-  else:
+  if hf_config is None:
     hf_config = _random_config(random, tokenizer)
   return ModelSource(
     spec_from_hf(hf_config),
@@ -112,7 +112,7 @@ def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
   }
   try:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
-  except (KeyError, ValueError, TypeError) as error:
+  except Exception as error:  # transformers raises its own kinds
     raise ConfigError(
       f"model.random: expected the fields of an HF config with a "
       f"model_type, got {fields}: {error}"
@@ -127,4 +127,12 @@ def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def _generation_config(path: str) -> dict[str, Any]:
   file = Path(path or "") / "generation_config.json"
-  return json.loads(file.read_text(encoding="utf-8")) if path and file.is_file() else {}
+  if not path or not file.is_file():
+    return {}
+  try:
+    found = json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ModelError(f"{file}: not valid JSON: {error}") from error
+  if not isinstance(found, dict):
+    raise ModelError(f"{file}: expected an object, got {type(found).__name__}")
+  return found
