@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     dict(
       model_type="llama",
       hidden_size=128,
-      intermediate_size=256,
+      intermediate_size=320,
       num_hidden_layers=4,
       num_attention_heads=4,
       num_key_value_heads=4,
@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
   config.rollout.n = 4
   config.rewards.functions = ("symbol_match",)
   config.rewards.weights = (1.0,)
+  config.rewards.skip_special_tokens = False  # <bos> and the like are wrong symbols
   config.algorithm.name = "grpo"
   config.algorithm.norm_adv_by_std_in_grpo = False
   config.actor.entropy_coeff = 0.02

@@ -60,6 +60,7 @@ class Plan:
   source: source.ModelSource
   eos_ids: tuple[int, ...]
   train_data: prompts_lib.PromptDataset | None  # None: for evaluation only
+  stream: PromptStream | None  # of train_data
   eval_prompts: list[Prompt]
   eval_total: int  # rows of which eval_prompts are a part
   reward: RewardWorker
@@ -111,15 +112,17 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
   # What the model is trained with is what the exported directory carries.
   model.tokenizer.chat_template = encoder.chat_template or model.tokenizer.chat_template
   algorithm = make_algorithm(config)
+  train_data = None
+  if training:
+    train_data = _dataset(config, encoder, config.data.train_files)
   eval_prompts, eval_total = _eval_prompts(config, encoder)
   return Plan(
     config=config,
     sizes=sizes,
     source=model,
     eos_ids=eos_ids,
-    train_data=(
-      _dataset(config, encoder, config.data.train_files) if training else None
-    ),
+    train_data=train_data,
+    stream=_stream(config, train_data) if train_data else None,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
@@ -157,13 +160,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     kl_controller=KLController(
       kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
     ),
-    stream=PromptStream(
-      plan.train_data,
-      batch_size=config.data.train_batch_size,
-      seed=config.seed,
-      shuffle=config.data.shuffle,
-      curriculum=tuple(map(tuple, config.data.curriculum)),
-    ),
+    stream=plan.stream,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
     critic_warmup=config.critic.warmup if algorithm.needs_critic else 0,
@@ -344,6 +341,8 @@ def _dataset(
     for path in paths
     for row in files.read_rows(path, skip_bad_rows=data.skip_bad_rows)
   ]
+  if data.string_prompts == "user":
+    rows = [_as_chat(row, data.prompt_key) for row in rows]
   return prompts_lib.build_dataset(
     rows,
     encoder,
@@ -353,6 +352,28 @@ def _dataset(
     name=", ".join(paths),
     skip_bad_rows=data.skip_bad_rows,
   )
+
+
+def _stream(config: ConfigDict, dataset: prompts_lib.PromptDataset) -> PromptStream:
+  curriculum = config.data.curriculum
+  if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in curriculum):
+    raise ConfigError(
+      "data.curriculum: expected pairs ((first_step, max_level), ...), got "
+      f"{curriculum}"
+    )
+  return PromptStream(
+    dataset,
+    batch_size=config.data.train_batch_size,
+    seed=config.seed,
+    shuffle=config.data.shuffle,
+    curriculum=curriculum,
+  )
+
+
+def _as_chat(row: dict[str, Any], key: str) -> dict[str, Any]:
+  if isinstance(row.get(key), str):
+    return row | {key: [{"role": "user", "content": row[key]}]}
+  return row
 
 
 def _eval_prompts(

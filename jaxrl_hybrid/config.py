@@ -46,8 +46,8 @@ def base() -> ConfigDict:
         fake_devices=0,
       ),  # n > 0: n CPU devices instead of real ones
       model=dict(
-        path="",  # HF directory; empty: `random` below
-        random=dict(),  # HF config fields of a randomly initialised model
+        path="",  # HF directory
+        random=dict(),  # without a path: HF config fields of a random model
         tokenizer="",  # directory, or task:NAME for a task's own symbols;
         # empty: model.path
         # Of products: float32, bfloat16, or float16 (forward float16, backward
@@ -61,6 +61,7 @@ def base() -> ConfigDict:
         train_files=(),
         eval_files=(),
         prompt_key="prompt",
+        string_prompts="plain",  # plain | user: a string is a chat's user message
         system_prompt=optional(str),
         chat_template=optional(str),  # file; default: the tokenizer's
         max_prompt_length=512,
@@ -219,6 +220,7 @@ def _check_choices(config: ConfigDict) -> None:
     "model.dtype": ("float32", "bfloat16", "float16"),
     "model.attention": IMPLEMENTATIONS,
     "model.remat": REMAT,
+    "data.string_prompts": ("plain", "user"),
     "data.overlong_prompts": ("drop", "truncate_left", "error"),
     "rewards.on_error": ("raise", "zero", "skip"),
     "trainer.resume_mode": ("auto", "disable"),

@@ -24,7 +24,10 @@ def main(argv: Sequence[str]) -> None:
   plan = build.inspect(config, training=False)
   if not plan.eval_prompts:
     raise ConfigError("data.eval_files: expected at least one file, got none")
-  print(plan.describe(), flush=True)
+  print(plan.describe())
+  print(
+    f"first prompt, as the model sees it: {plan.eval_prompts[0].text!r}", flush=True
+  )
   generator = build.make_generator(plan)
   params = build.make_params(plan, generator.dtype)
   metrics, samples = evaluation.evaluate(

@@ -50,11 +50,16 @@ def evaluate(
 def to_samples(batch: Batch) -> list[Sample]:
   """The rows of a scored batch as the user sees them."""
   return [
-    (prompt.text, text, _answer(prompt), float(score))
+    (_shown(prompt), text, _answer(prompt), float(score))
     for prompt, text, score in zip(
       batch.prompts, batch.texts, batch.scores, strict=True
     )
   ]
+
+
+def _shown(prompt: Prompt) -> str:
+  """A chat's last message; the template around it is the same for all."""
+  return prompt.text if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
 
 
 def _answer(prompt: Prompt) -> str | None:

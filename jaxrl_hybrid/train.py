@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_hybrid import build, cli
+from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.models.hf.export import export_hf
 
 
@@ -32,6 +35,8 @@ def main(argv: Sequence[str]) -> None:
   print(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}", flush=True)
   try:
     evaluation = controller.fit()
+  except KeyboardInterrupt:
+    raise SystemExit(_interrupted(controller, rest, run_dir)) from None
   finally:
     controller.recorder.close()
   if config.trainer.export_hf:
@@ -49,6 +54,16 @@ def main(argv: Sequence[str]) -> None:
   print(f"run finished: eval/reward={reward:.2f} {extra}run_dir={run_dir}")
 
 
+def _interrupted(controller: Controller, argv: Sequence[str], run_dir: Path) -> int:
+  saved = controller.checkpoints.latest
+  print(
+    f"interrupted in step {controller.step}; last checkpoint: "
+    f"{'none' if saved is None else f'step {saved}'}; to go on: "
+    f"{_resume_command(argv, run_dir)}"
+  )
+  return 128 + signal.SIGINT
+
+
 def _default_run_dir(file: str) -> str:
   stem = Path(file.split(":")[0]).stem
   return f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -57,7 +72,13 @@ def _default_run_dir(file: str) -> str:
 def _resume_command(argv: Sequence[str], run_dir: Path) -> str:
   kept = [arg for arg in argv[1:] if not arg.startswith("--config.trainer.run_dir")]
   return shlex.join(
-    ["python", "-m", "jaxrl_hybrid.train", *kept, f"--config.trainer.run_dir={run_dir}"]
+    [
+      sys.executable,
+      "-m",
+      "jaxrl_hybrid.train",
+      *kept,
+      f"--config.trainer.run_dir={run_dir}",
+    ]
   )
 
 

@@ -178,7 +178,8 @@ def _levels(dataset: PromptDataset) -> np.ndarray:
     if not isinstance(level, int) or isinstance(level, bool):
       raise DataError(
         f"{dataset.name}, row {row.row_id}: a curriculum needs an integer column "
-        f"'level', got {level!r}; columns are {', '.join(row.columns) or 'none'}"
+        f"'level', got {level!r}; columns are {', '.join(row.columns) or 'none'}; "
+        'add the column, or switch the curriculum off: --config.data.curriculum="()"'
       )
     levels.append(level)
   return np.array(levels, np.int64)

@@ -98,6 +98,7 @@ def _causal_backward(dtype, implementation, residuals, cotangent):
 _causal.defvjp(_causal_forward, _causal_backward)
 
 
+@functools.lru_cache
 def choose(requested: str, *, dtype: jnp.dtype, head_dim: int) -> str:
   """Resolves ``auto`` by a probe on the device, and logs what and why.
 

@@ -13,9 +13,10 @@ from tqdm import tqdm
 _COLUMNS = 100  # where there is no terminal to ask
 _GAP = "  "
 
+STEP_TIME = "timing_s/step"
 # (text around the number, metric, format); the line is these in this order.
 _STEP_FIELDS = (
-  ("{} s", "timing_s/step", ".2f"),
+  ("{} s", STEP_TIME, ".2f"),
   ("reward {}", "critic/rewards/mean", ".3f"),
   ("loss {}", "actor/loss", ".3f"),
   ("entropy {}", "actor/entropy", ".3f"),
@@ -29,6 +30,7 @@ _STEP_FIELDS = (
 _EVAL_FIELDS = (
   ("eval reward {}", "eval/reward", ".3f"),
   ("eval exact {}", "eval/exact_match", ".3f"),
+  ("eval stopped {}", "eval/stopped", ".3f"),
 )
 
 
@@ -70,7 +72,8 @@ class Console:
         leave=False,
       )
     parts = [f"step {step}/{self._total}"]
-    parts += [_field(*field, metrics) for field in _STEP_FIELDS]
+    if STEP_TIME in metrics:  # else only an evaluation, before the first step
+      parts += [_field(*field, metrics) for field in _STEP_FIELDS]
     parts += [_field(*field, metrics) for field in _EVAL_FIELDS if field[1] in metrics]
     self.write(" | ".join(parts))
     if self._bar is not None:

@@ -28,7 +28,9 @@ def setup(config: ConfigDict) -> None:
 
 def setup_logging(level: str) -> None:
   """Messages of this package on stderr from ``level`` on, others from WARNING."""
-  logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+  logging.basicConfig(
+    level=logging.WARNING, format="%(levelname)s: %(message)s", force=True
+  )
   logging.getLogger().setLevel(level)
   for noisy in ("jax", "orbax", "absl", "asyncio", "transformers", "urllib3"):
     logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

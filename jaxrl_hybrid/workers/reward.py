@@ -30,7 +30,7 @@ class RewardWorker:
       min_group_size: samples that a draw needs; a draw that falls below it
         because samples were removed is removed as a whole.
       skip_special_tokens: reward functions see the text without EOS, padding and
-        other special strings; False shows all that was generated.
+        other special strings; False shows all of them but the EOS that ended it.
     """
     self._tokenizer = tokenizer
     self._runner = runner
@@ -89,7 +89,7 @@ class RewardWorker:
     texts = []
     for i, reason in enumerate(batch.finish_reasons):
       ids = batch.response(i)
-      if self._skip_special_tokens and reason == STOP:
+      if reason == STOP:
         # The tokenizer does not know every EOS id of a generation config as
         # special, and would print it.
         ids = ids[:-1]

@@ -118,6 +118,7 @@ def _write_weights(params, spec, directory, dtype, max_shard_bytes) -> None:
 
 def _flush(tensors: dict[str, np.ndarray], directory: Path, written: list) -> None:
   save_file(tensors, directory / _part(len(written)), metadata={"format": "pt"})
+  (directory / _part(len(written))).chmod(0o644)  # the library makes it private
   written.append(list(tensors))
   tensors.clear()
 

@@ -67,14 +67,13 @@ def open_model(model: ConfigDict) -> ModelSource:
   """Reads the configs and tokenizer of the config's ``model`` section.
 
   Raises:
-    ConfigError: neither or both of model.path and model.random.
+    ConfigError: neither model.path nor model.random.
     ModelError: an unreadable directory or an unsupported model.
   """
   path, random = model["path"], model["random"].to_dict()
-  if bool(path) == bool(random):
+  if not path and not random:
     raise ConfigError(
-      "expected one of model.path (an HF directory) and model.random "
-      f"(HF config fields), got path={path!r} and random={random}"
+      "expected model.path (an HF directory) or model.random (HF config fields)"
     )
   hf_config = load_hf_config(path) if path else None
   tokenizer = _open_tokenizer(model["tokenizer"] or path)
