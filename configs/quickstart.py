@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
   config.data.train_files = (TASK + "&n=4096",)
   config.data.eval_files = (TASK + "&n=128&split=eval",)
   config.data.max_prompt_length = 8
-  config.data.max_response_length = 6
+  config.data.max_response_length = 5
   config.data.train_batch_size = 64
   config.rollout.n = 4
   config.rewards.functions = ("symbol_match",)

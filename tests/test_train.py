@@ -198,6 +198,10 @@ def test_dry_run_loads_nothing(tmp_path):
     ("--config.mesh.train=(1,4,1)", ["tp=4", "num_key_value_heads"]),
     ("--config.mesh.train=(1,2,8)", ["16 devices", "got 4"]),
     ("--config.model.random.vocab_size=5", ["model.random.vocab_size"]),
+    ("--config.data.string_prompts=user", ["data.chat_template"]),
+    ("--config.data.curriculum=((0,9),(2,0))", ["curriculum"]),
+    ("--config.model.attention=cudnn", ["model.attention", "use auto"]),
+    ("--config.actor.optim.betas=(1.0,1.0)", ["betas", "[0, 1)"]),
     ("--config.trainer.trackers=('wandbb',)", ["wandbb", "wandb"]),
   ],
 )
