@@ -157,7 +157,7 @@ def test_truncate_left_keeps_the_bos_that_the_tokenizer_adds(chat_tokenizer):
 
 
 def test_bad_arguments(chat_tokenizer):
-  with pytest.raises(ConfigError, match=r"data\.overlong='cut'"):
+  with pytest.raises(ConfigError, match=r"data\.overlong_prompts='cut'"):
     _build([{"prompt": "hello"}], chat_tokenizer, overlong="cut")
   with pytest.raises(ConfigError, match="max_prompt_length=0"):
     _build([{"prompt": "hello"}], chat_tokenizer, max_prompt_length=0)

@@ -196,7 +196,7 @@ def test_a_value_model_takes_the_body_and_a_fresh_head(tmp_path):
   assert "lm_head" not in params
   assert params["value_head"]["kernel"].shape == (1, 8)
   assert not np.asarray(params["value_head"]["kernel"]).any()
-  np.testing.assert_array_equal(params["embed"]["kernel"], tensors()[EMBED])
+  np.testing.assert_array_equal(params["embed"]["kernel"][:5], tensors()[EMBED])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -204,7 +204,7 @@ def test_vocabulary_padding_loads_zeros(tmp_path, tp):
   params = read(write(tmp_path, tensors()), tp=tp)
   for leaf, name in (("embed", EMBED), ("lm_head", HEAD)):
     kernel = np.asarray(params[leaf]["kernel"])
-    assert kernel.shape == ({1: 5, 2: 6, 4: 8}[tp], 8)
+    assert kernel.shape == (64, 8)  # for every tp: checkpoints fit other meshes
     np.testing.assert_array_equal(kernel[:5], tensors()[name])
     assert not kernel[5:].any()
 
@@ -227,5 +227,5 @@ def test_bfloat16_checkpoints_load_exactly_into_float32(tmp_path):
   params = read(write(tmp_path, half))
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
   np.testing.assert_array_equal(
-    params["embed"]["kernel"], half[EMBED].astype(np.float32)
+    params["embed"]["kernel"][:5], half[EMBED].astype(np.float32)
   )

@@ -137,11 +137,11 @@ def test_an_option_of_none_is_its_default():
 
 
 @pytest.mark.parametrize(
-  "vocab,multiple,expected",
-  [(131, 1, 131), (131, 2, 132), (131, 4, 132), (132, 4, 132), (1, 8, 8)],
+  "vocab,tp,expected",
+  [(131, 1, 192), (131, 4, 192), (192, 8, 192), (1, 64, 64), (100, 3, 192)],
 )
-def test_the_vocabulary_is_padded_to_a_multiple(vocab, multiple, expected):
-  assert spec(vocab_size=vocab).padded_vocab(multiple) == expected
+def test_the_vocabulary_is_padded_alike_for_most_meshes(vocab, tp, expected):
+  assert spec(vocab_size=vocab).padded_vocab(tp) == expected
 
 
 def test_the_parameters_of_smollm2_are_counted():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.ops import attention
 
 causal = jax.jit(
@@ -77,9 +78,10 @@ def test_cached_is_the_last_row_of_causal():
   np.testing.assert_allclose(got[:, 0], causal(q, k, v)[:, -1], atol=1e-6)
 
 
-def test_auto_on_a_cpu_is_xla_and_a_request_is_kept():
+def test_auto_on_a_cpu_is_xla_and_cudnn_is_refused():
   assert attention.choose("auto", dtype=jnp.bfloat16, head_dim=64) == "xla"
-  assert attention.choose("cudnn", dtype=jnp.float32, head_dim=7) == "cudnn"
+  with pytest.raises(ConfigError, match="the backend is cpu"):
+    attention.choose("cudnn", dtype=jnp.bfloat16, head_dim=64)
 
 
 @pytest.mark.parametrize(

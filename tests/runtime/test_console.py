@@ -43,9 +43,16 @@ def test_step_line():
 
 
 def test_absent_keys_are_dashes():
-  assert printed(lambda c: c.step_line(1, {"actor/loss": 0.0})) == [
-    "step 1/300 | - s | reward - | loss 0.000 | entropy - | kl - | gap - | grad -"
+  metrics = {"actor/loss": 0.0, "timing_s/step": 2.0}
+  assert printed(lambda c: c.step_line(1, metrics)) == [
+    "step 1/300 | 2.00 s | reward - | loss 0.000 | entropy - | kl - | gap - | grad -"
     " | lr - | - tok/s"
+  ]
+
+
+def test_an_evaluation_before_the_first_step_is_alone_on_its_line():
+  assert printed(lambda c: c.step_line(0, {"eval/reward": 0.25})) == [
+    "step 0/300 | eval reward 0.250"
   ]
 
 
