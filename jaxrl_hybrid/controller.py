@@ -198,7 +198,7 @@ class Controller:
     if self.bad_steps >= MAX_BAD_STEPS:
       raise NumericsError(
         f"{self.bad_steps} steps in a row had a loss or gradient that is not finite "
-        f"(last: step {self.step}); parameters are those before the first. Expected "
+        f"(last: step {self.step}); those updates were skipped. Expected "
         "finite rewards and weights and a stable optim.lr"
       )
 

@@ -265,7 +265,7 @@ def test_not_finite_updates_change_nothing_and_stop_the_run(tmp_path):
   )
   assert out.returncode == 2 and "NumericsError" in out.stderr
   rows = metrics_of(tmp_path / "run")
-  assert [row["actor/skipped_updates"] for row in rows[-3:]] == [1, 1, 1]
+  assert all(row["actor/skipped_updates"] > 0 for row in rows[-3:])
 
 
 def test_a_start_without_a_checkpoint_starts_afresh_and_two_at_once_do_not(tmp_path):

@@ -80,10 +80,10 @@ def test_rewards_texts_and_metrics():
   assert batch.rewards is None  # the given batch is not changed
 
 
-def test_special_tokens_are_shown_when_asked_for():
+def test_special_tokens_but_the_final_eos_are_shown_when_asked_for():
   worker = make_worker(lambda solution_str: 0.0, skip_special_tokens=False)
   scored = worker.compute_rewards(make_batch(RESPONSES, [0, 0, 1, 1]))
-  assert scored.texts == ["one two <eos>", "one", "<eos>", "two <pad> <|end|>"]
+  assert scored.texts == ["one two", "one", "", "two <pad>"]
 
 
 def test_functions_get_the_generated_ids():

@@ -44,9 +44,22 @@ def test_gradients_and_metrics_are_those_of_the_whole_mini_batch(mesh):
       "x": mean,
       "loss_sum": 2 * mean,
       "x_max": 50.0,
+      "skipped_updates": 0.0,
     }
   )
   assert state.updates == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_update_that_is_not_finite_changes_nothing(bad):
+  state = toy_state()
+  broken = np.where(np.arange(2) == 0, X, bad).astype(np.float32)
+  metrics = state.step({"x": np.where(MASK, broken, X), "mask": MASK})()
+  assert metrics["skipped_updates"] == 1.0
+  np.testing.assert_array_equal(state.params["w"]["kernel"], [2.0])
+  metrics = state.step({"x": X, "mask": MASK})()
+  assert metrics["skipped_updates"] == 0.0
+  np.testing.assert_allclose(state.params["w"]["kernel"], [1.75], rtol=1e-6)
 
 
 def test_steps_may_be_queued_and_waited_for_in_any_order():
