@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jaxrl_hybrid import build, cli, evaluation
+from jaxrl_hybrid import build, cli, evaluation, inspection
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.runtime.console import Console
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
   flags, rest = cli.split_flags(parser, argv)
   del flags
   config, _ = cli.load_config(rest)
-  plan = build.inspect(config, training=False)
+  plan = inspection.inspect(config, training=False)
   if not plan.eval_prompts:
     raise ConfigError("data.eval_files: expected at least one file, got none")
   print(plan.describe())

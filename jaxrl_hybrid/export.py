@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_hybrid import build, cli, config_reader
+from jaxrl_hybrid import build, cli, config_reader, inspection
 from jaxrl_hybrid.errors import CheckpointError
 from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
 from jaxrl_hybrid.runtime import launch
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     raise CheckpointError(
       f"{flags.run_dir} has no checkpoint; expected a run with trainer.save_freq > 0"
     )
-  plan = build.inspect(config, training=False)
+  plan = inspection.inspect(config, training=False)
   params = checkpoints.restore_part(
     step,
     ("actor", "params"),

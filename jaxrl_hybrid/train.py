@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_hybrid import build, cli
+from jaxrl_hybrid import build, cli, inspection
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.models.hf.export import export_hf
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--dry_run", action="store_true")
   flags, rest = cli.split_flags(parser, argv)
   config, file = cli.load_config(rest)
-  plan = build.inspect(config)
+  plan = inspection.inspect(config)
   print(plan.describe(), flush=True)
   if flags.dry_run:
     print("dry run finished: nothing was loaded")
