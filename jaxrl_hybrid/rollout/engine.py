@@ -69,11 +69,6 @@ class Engine:
       self._generate_wave, static_argnames=("n", "max_new", "sampling")
     )
 
-  @property
-  def compiled_programs(self) -> int:
-    """How many shapes have been compiled so far."""
-    return self._wave._cache_size()
-
   def generate(
     self,
     params: Params,
