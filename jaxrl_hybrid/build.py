@@ -19,8 +19,10 @@ from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.hf.load import load_params
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import attention
+from jaxrl_hybrid.parallel import weights as weights_lib
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
@@ -36,18 +38,18 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, sizes, algorithm = plan.config, plan.sizes, make_algorithm(plan.config)
   recorder = Recorder(run_dir, config)
-  decoder = make_decoder(plan, plan.train_layout)
-  params = make_params(plan, jnp.float32)
+  decoder = make_train_decoder(plan)
   total = config.trainer.total_steps * sizes.updates_per_step
   schedule = learning_rate(config.actor.optim, total)
   actor = Actor(
     decoder,
-    params,
-    plan.train_layout,
+    make_params(plan),
+    weight_layout(plan),
     make_generator(plan),
     _actor_settings(config, sizes),
     make_optimizer(config.actor.optim, schedule),
     schedule,
+    clip_grad=config.actor.optim.clip_grad,
   )
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
@@ -56,8 +58,8 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     algorithm=algorithm,
     actor=actor,
     reward=plan.reward,
-    reference=_reference(plan, decoder, params),
-    critic=_critic(plan, decoder, total) if algorithm.needs_critic else None,
+    reference=_reference(plan, decoder, actor),
+    critic=_critic(plan, total) if algorithm.needs_critic else None,
     kl_controller=KLController(
       kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
     ),
@@ -74,60 +76,64 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   return controller
 
 
-def make_decoder(plan: Plan, layout: Layout) -> Decoder:
-  """The model for one layout."""
-  model, spec = plan.config.model, plan.source.spec
-  dtype = jnp.dtype(model.dtype)
-  return Decoder(
-    spec,
-    dtype,
-    attention.choose(model.attention, dtype=dtype, head_dim=spec.head_dim),
-    layout.constrain,
-    model.remat,
+def weight_layout(plan: Plan, head: str = params_lib.LM) -> WeightLayout:
+  """How the parameters of a model with this head lie on the training mesh."""
+  config = plan.config
+  return WeightLayout(
+    plan.source.spec,
+    plan.train_layout,
+    jnp.dtype(config.model.dtype),
+    zero=config.mesh.zero,
+    head=head,
+  )
+
+
+def make_train_decoder(plan: Plan, head: str = params_lib.LM) -> Decoder:
+  """The model as training programs run it."""
+  layout = weight_layout(plan, head)
+  return dataclasses.replace(
+    _decoder(plan, plan.train_layout),
+    heads=layout.heads,
+    use=layout.use,
+    stages=layout.stages,
+    microbatches=plan.sizes.pipeline_microbatches,
   )
 
 
 def make_params(
-  plan: Plan, dtype: jnp.dtype, head: str = params_lib.LM, path: str | None = None
+  plan: Plan, head: str = params_lib.LM, path: str | None = None
 ) -> Params:
-  """Loaded or random parameters on the training mesh."""
-  spec, layout = plan.source.spec, plan.train_layout
+  """Loaded or random fp32 parameters, stored as the layout says."""
+  layout = weight_layout(plan, head)
   path = plan.source.path if path is None else path
-  vocab = spec.padded_vocab(layout.mesh.shape["tp"])
-  shardings = layout.shardings(params_lib.logical_axes(spec, head=head))
+  abstract = layout.abstract_params()
+  shardings = jax.tree.map(lambda x: x.sharding, abstract)
   if path:
-    return load_params(path, spec, shardings, vocab=vocab, head=head, dtype=dtype)
+    return load_params(path, layout.spec, shardings, vocab=layout.vocab, head=head)
   key = jax.random.key(plan.config.seed)
 
   def init() -> Params:
-    params = params_lib.init_params(spec, key, vocab=vocab, head=head)
+    params = params_lib.init_params(layout.spec, key, vocab=layout.vocab, head=head)
     if head == params_lib.VALUE:
-      params["value_head"] = params_lib.init_value_head(spec)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+      params["value_head"] = params_lib.init_value_head(layout.spec)
+    return params
 
   return jax.jit(init, out_shardings=shardings)()
 
 
-def abstract_params(plan: Plan) -> Params:
-  """Shapes and shardings of the fp32 ``make_params``; loads nothing."""
-  spec, layout = plan.source.spec, plan.train_layout
-  vocab = spec.padded_vocab(layout.mesh.shape["tp"])
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
-    ),
-    params_lib.abstract_params(spec, vocab=vocab),
-    layout.shardings(params_lib.logical_axes(spec)),
-  )
+def make_weights(plan: Plan) -> Params:
+  """The actor's weights alone, for generation without training."""
+  return jax.jit(weight_layout(plan).prepare)(make_params(plan))
 
 
 def make_generator(plan: Plan) -> Generator:
   """The layout switch and engine of the actor's model."""
   config, spec, layout = plan.config, plan.source.spec, plan.generation_layout
-  decoder = make_decoder(plan, layout)
+  heads = weights_lib.plan_heads(spec, layout.mesh)
+  decoder = dataclasses.replace(_decoder(plan, layout), heads=heads)
   rollout = config.rollout
   return Generator(
-    HybridEngine(params_lib.logical_axes(spec), layout, decoder.dtype, spec.num_layers),
+    HybridEngine(weight_layout(plan), layout),
     Engine(
       decoder, layout, eos_ids=plan.eos_ids, max_rows=rollout.max_rows, seed=config.seed
     ),
@@ -137,6 +143,18 @@ def make_generator(plan: Plan) -> Generator:
       sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p),
       mask_truncated=config.actor.mask_truncated,
     ),
+  )
+
+
+def _decoder(plan: Plan, layout: Layout) -> Decoder:
+  model, spec = plan.config.model, plan.source.spec
+  dtype = jnp.dtype(model.dtype)
+  return Decoder(
+    spec,
+    dtype,
+    attention.choose(model.attention, dtype=dtype, head_dim=spec.head_dim),
+    layout.constrain,
+    model.remat,
   )
 
 
@@ -157,7 +175,7 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   )
 
 
-def _reference(plan: Plan, decoder: Decoder, params: Params) -> Reference | None:
+def _reference(plan: Plan, decoder: Decoder, actor: Actor) -> Reference | None:
   config = plan.config
   if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
     return None
@@ -165,7 +183,7 @@ def _reference(plan: Plan, decoder: Decoder, params: Params) -> Reference | None
     logging.warning("the KL to the reference is both in the reward and in the loss")
   return Reference(
     decoder,
-    params,
+    actor.state.weights,
     plan.train_layout,
     temperature=config.rollout.temperature,
     chunk=config.model.logprob_chunk,
@@ -173,14 +191,9 @@ def _reference(plan: Plan, decoder: Decoder, params: Params) -> Reference | None
   )
 
 
-def _critic(plan: Plan, decoder: Decoder, total_updates: int) -> Critic:
+def _critic(plan: Plan, total_updates: int) -> Critic:
   config, sizes = plan.config, plan.sizes
-  params = make_params(
-    plan,
-    jnp.float32,
-    params_lib.VALUE,
-    config.critic.path or None,
-  )
+  params = make_params(plan, params_lib.VALUE, config.critic.path or None)
   schedule = learning_rate(config.critic.optim, total_updates)
   settings = CriticSettings(
     cliprange_value=config.critic.cliprange_value,
@@ -192,10 +205,11 @@ def _critic(plan: Plan, decoder: Decoder, total_updates: int) -> Critic:
     seed=config.seed,
   )
   return Critic(
-    decoder,
+    make_train_decoder(plan, params_lib.VALUE),
     params,
-    plan.train_layout,
+    weight_layout(plan, params_lib.VALUE),
     settings,
     make_optimizer(config.critic.optim, schedule),
     schedule,
+    clip_grad=config.critic.optim.clip_grad,
   )

@@ -22,6 +22,7 @@ from jaxrl_hybrid.algorithms.presets import PRESETS
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.decoder import REMAT
 from jaxrl_hybrid.ops.attention import IMPLEMENTATIONS
+from jaxrl_hybrid.parallel.weights import ZERO
 
 
 def base() -> ConfigDict:
@@ -43,6 +44,9 @@ def base() -> ConfigDict:
       mesh=dict(
         train=(1, 1, 1),  # (pp, tp, dp)
         generation=(1, 1),  # (p_g, t_g): what of pp and tp generation keeps
+        zero=1,  # spread over dp: 1 parameters, gradients, moments; 3 weights too
+        sequence_parallel=False,  # activations between products spread over tp
+        pipeline_microbatches=optional(int),  # default: all of a mini-batch
         fake_devices=0,
       ),  # n > 0: n CPU devices instead of real ones
       model=dict(
@@ -54,7 +58,7 @@ def base() -> ConfigDict:
         # bfloat16: the log-probs of trainer and engine agree eight times better).
         dtype="float16",
         attention="auto",  # auto | xla | cudnn
-        remat="full",  # none | full
+        remat="full",  # none | full | stage (pp > 1: each pipeline tick as well)
         logprob_chunk=512,
       ),  # positions whose logits exist at a time
       data=dict(
@@ -144,6 +148,7 @@ class Sizes:
   accumulation: int  # micro-batches per mini-batch
   updates_per_step: int
   dp: int
+  pipeline_microbatches: int  # of micro_sequences
 
   def describe(self, total_steps: int) -> str:
     """A table for the user."""
@@ -151,9 +156,15 @@ class Sizes:
       f"batch: {self.prompts} prompts -> {self.sequences} sequences per step; "
       f"{self.updates_per_step} update(s) of {self.mini_sequences} sequences in "
       f"{self.accumulation} micro-batch(es) of {self.micro_sequences} "
-      f"({self.micro_sequences // self.dp} per device, dp={self.dp}); "
+      f"({self.micro_sequences // self.dp} per device, dp={self.dp}"
+      f"{self._describe_pipeline()}); "
       f"{total_steps} steps = {total_steps * self.updates_per_step} updates"
     )
+
+  def _describe_pipeline(self) -> str:
+    if self.pipeline_microbatches == 1:
+      return ""
+    return f", {self.pipeline_microbatches} pipeline microbatches"
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -178,10 +189,22 @@ def resolve(config: ConfigDict) -> ConfigDict:
       actor.loss_scale_factor = float(config.data.max_response_length)
     if actor.ppo_mini_batch_size is None:
       actor.ppo_mini_batch_size = config.data.train_batch_size
+    pp, _, dp = config.mesh.train
+    per_shard = max(1, actor.ppo_mini_batch_size * config.rollout.n // dp)
     if actor.ppo_micro_batch_size_per_device is None:
-      sequences = actor.ppo_mini_batch_size * config.rollout.n
-      actor.ppo_micro_batch_size_per_device = max(1, sequences // config.mesh.train[2])
+      actor.ppo_micro_batch_size_per_device = _default_micro(per_shard, pp)
+    if config.mesh.pipeline_microbatches is None:
+      whole = max(1, per_shard // actor.ppo_micro_batch_size_per_device)
+      config.mesh.pipeline_microbatches = whole if pp > 1 else 1
   return config
+
+
+def _default_micro(per_shard: int, pp: int) -> int:
+  """All sequences of a dp shard, or with pp > 1 enough parts to keep stages busy."""
+  wanted = 1 if pp == 1 else 4 * pp
+  parts = [n for n in range(1, per_shard + 1) if per_shard % n == 0]
+  enough = [n for n in parts if n >= wanted]
+  return per_shard // (enough[0] if enough else parts[-1])
 
 
 def validate(config: ConfigDict) -> Sizes:
@@ -220,6 +243,7 @@ def _check_choices(config: ConfigDict) -> None:
     "model.dtype": ("float32", "bfloat16", "float16"),
     "model.attention": IMPLEMENTATIONS,
     "model.remat": REMAT,
+    "mesh.zero": ZERO,
     "data.string_prompts": ("plain", "user"),
     "data.overlong_prompts": ("drop", "truncate_left", "error"),
     "rewards.on_error": ("raise", "zero", "skip"),
@@ -252,6 +276,7 @@ def _check_ranges(config: ConfigDict) -> None:
     "trainer.max_ckpt_to_keep",
     "trainer.eval_max_prompts",
     "model.logprob_chunk",
+    "mesh.pipeline_microbatches",
     "algorithm.kl_ctrl.horizon",
     "algorithm.kl_ctrl.target_kl",
   )
@@ -306,11 +331,6 @@ def _check_mesh(config: ConfigDict) -> None:
       raise ConfigError(f"{key}: expected {size} integers >= 1 {names}, got {value}")
   pp, tp, _ = config.mesh.train
   p_g, t_g = config.mesh.generation
-  if pp != 1:
-    raise ConfigError(
-      f"mesh.train: expected pp=1, got pp={pp}; pipeline parallel "
-      "training is not available yet, use tp and dp"
-    )
   if pp % p_g or tp % t_g:
     raise ConfigError(
       f"mesh.generation: (p_g, t_g)={(p_g, t_g)} must divide "
@@ -352,22 +372,25 @@ def _check_batch(config: ConfigDict) -> Sizes:
       f"actor.ppo_mini_batch_size (in prompts): expected a divisor of "
       f"data.train_batch_size={prompts}, got {mini}"
     )
-  if (mini * n) % (per_device * dp):
+  microbatches = config.mesh.pipeline_microbatches
+  micro = per_device * dp * microbatches
+  if (mini * n) % micro:
     raise ConfigError(
       f"a mini-batch has {mini} prompts x {n} samples = {mini * n} sequences; "
       f"expected a multiple of actor.ppo_micro_batch_size_per_device={per_device} "
-      f"x dp={dp} = {per_device * dp}; change one of them or mesh.train"
+      f"x dp={dp} x mesh.pipeline_microbatches={microbatches} = {micro}; change one "
+      "of them or mesh.train"
     )
-  accumulation = mini * n // (per_device * dp)
   return Sizes(
     prompts,
     prompts * n,
     prompts // mini,
     mini * n,
-    per_device * dp,
-    accumulation,
+    micro,
+    mini * n // micro,
     prompts // mini * config.actor.ppo_epochs,
     dp,
+    microbatches,
   )
 
 

@@ -32,3 +32,7 @@ class NumericsError(JaxrlError):
 
 class CheckpointError(JaxrlError):
   """A saved state cannot be written, found or restored."""
+
+
+class SwitchError(JaxrlError):
+  """The weights did not arrive unchanged in the generation layout."""

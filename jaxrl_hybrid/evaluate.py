@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> None:
     f"first prompt, as the model sees it: {plan.eval_prompts[0].text!r}", flush=True
   )
   generator = build.make_generator(plan)
-  params = build.make_params(plan, generator.dtype)
+  weights = build.make_weights(plan)
   metrics, samples = evaluation.evaluate(
-    lambda prompts: generator.generate(params, prompts, greedy=True),
+    lambda prompts: generator.generate(weights, prompts, greedy=True),
     plan.reward,
     plan.eval_prompts,
   )

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
   params = checkpoints.restore_part(
     step,
     ("actor", "params"),
-    build.abstract_params(plan),
+    build.weight_layout(plan).abstract_params(),
   )
   source = plan.source
   export_hf(

@@ -18,7 +18,7 @@ from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.parallel import mesh as mesh_lib
-from jaxrl_hybrid.parallel import rules
+from jaxrl_hybrid.parallel import weights
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.rewards import loading
 from jaxrl_hybrid.rewards.runner import RewardRunner
@@ -70,10 +70,8 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
     JaxrlError: whatever is wrong, before weights load.
   """
   sizes = config_lib.validate(config)
-  train = Layout(mesh_lib.train_mesh(config.mesh.train), rules.TRAIN)
-  generation = Layout(
-    mesh_lib.generation_mesh(train.mesh, config.mesh.generation), rules.GENERATION
-  )
+  train_mesh = mesh_lib.train_mesh(config.mesh.train)
+  generation_mesh = mesh_lib.generation_mesh(train_mesh, config.mesh.generation)
   model = model_source.open_model(config.model)
   eos_ids = tokenizers.eos_ids(
     model.tokenizer, model.hf_config, model.generation_config
@@ -101,8 +99,10 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
     eval_prompts=eval_prompts,
     eval_total=eval_total,
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
-    train_layout=train,
-    generation_layout=generation,
+    train_layout=weights.train_layout(
+      model.spec, train_mesh, sequence_parallel=config.mesh.sequence_parallel
+    ),
+    generation_layout=weights.generation_layout(model.spec, generation_mesh),
   )
 
 
@@ -212,17 +212,7 @@ def _check_model(
       f"model.tokenizer has {known} tokens but the model's vocab_size is "
       f"{spec.vocab_size}; expected the model's own tokenizer"
     )
-  tp, data = config.mesh.train[1], config.data
-  sizes = {
-    "num_attention_heads": spec.num_heads,
-    "num_key_value_heads": spec.num_kv_heads,
-    "intermediate_size": spec.intermediate_size,
-  }
-  if any(size % tp for size in sizes.values()):
-    allowed = [n for n in range(1, 65) if not any(s % n for s in sizes.values())]
-    raise ConfigError(
-      f"mesh.train: tp={tp} does not divide the model's {sizes}; allowed tp: {allowed}"
-    )
+  data = config.data
   longest = data.max_prompt_length + data.max_response_length
   if longest > spec.max_positions:
     raise ConfigError(

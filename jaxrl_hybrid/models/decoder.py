@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_hybrid.models import layers, rope
 from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.heads import HeadPlan
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention, logprob, matmul
+from jaxrl_hybrid.parallel import pipeline
 
 KVCache = tuple[jax.Array, jax.Array]  # (k_BSKA, v_BSKA) of one layer
 # (array, logical axis of each dim) -> the array with its sharding pinned
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
-REMAT = ("none", "full")
+# (tree of one layer or of what is outside of the layers, layer=bool) -> the tree
+# as products use it
+Use = Callable[..., Params]
+
+REMAT = ("none", "full", "stage")
+
+
+def _as_is(params: Params, *, layer: bool) -> Params:
+  del layer
+  return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +46,13 @@ class Decoder:
     spec: sizes and switches.
     dtype: of the operands of products; activations between them are fp32.
     attention: ``xla`` or ``cudnn``.
-    remat: ``full`` recomputes each layer in the backward pass.
     constrain: pins activations to mesh axes.
+    remat: ``full`` recomputes each layer in the backward pass, ``stage`` also
+      each tick of the pipeline.
+    heads: the attention heads of the weights, if they differ from the model's.
+    use: places weights where they are used.
+    stages: pp.
+    microbatches: of the pipeline.
   """
 
   spec: ModelSpec
@@ -43,31 +60,40 @@ class Decoder:
   attention: str
   constrain: Constrain
   remat: str = "full"
+  heads: HeadPlan | None = None
+  use: Use = _as_is
+  stages: int = 1
+  microbatches: int = 1
 
   def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
-    x_BTD, cos, sin = self._embed(params, tokens_BT, jnp.int32(0))
+    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+    x_BTD, cos, sin = self._embed(params, tokens_BT, positions_1T)
 
     def attend(q, k, v):
-      return self._causal(q, k, v), None
+      return self._causal(q, *self._slots(k, v)), None
 
     def body(x_BTD, layer_params):
+      layer_params = self.use(layer_params, layer=True)
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, _ = layer(x_BTD, cos, sin, attend, self.dtype)
       return self._pin(x_BTD), None
 
-    if self.remat == "full":
+    if self.remat != "none":
       body = jax.checkpoint(body, prevent_cse=False)
-    x_BTD, _ = jax.lax.scan(body, x_BTD, params["layers"])
+    stage = lambda layers, x_BTD: jax.lax.scan(body, x_BTD, layers)[0]
+    x_BTD = self._run(stage, params["layers"], x_BTD)
     return self._norm(params, x_BTD)
 
   def prefill(
     self, params: Params, tokens_BP: jax.Array
   ) -> tuple[jax.Array, list[KVCache]]:
     """Hidden states ``[B, P, D]`` and each layer's keys and values of P."""
-    x_BTD, cos, sin = self._embed(params, tokens_BP, jnp.int32(0))
+    positions_1P = jnp.arange(tokens_BP.shape[1])[None]
+    x_BTD, cos, sin = self._embed(params, tokens_BP, positions_1P)
 
     def attend(q, k, v):
+      k, v = self._slots(k, v)
       return self._causal(q, k, v), (k.astype(self.dtype), v.astype(self.dtype))
 
     caches = []
@@ -92,6 +118,7 @@ class Decoder:
     for layer_params, (k_BSKA, v_BSKA) in zip(params["layers"], caches, strict=True):
 
       def attend(q, k, v, k_BSKA=k_BSKA, v_BSKA=v_BSKA):
+        k, v = self._slots(k, v)
         k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0].astype(self.dtype))
         v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0].astype(self.dtype))
         out = attention.cached(
@@ -105,7 +132,7 @@ class Decoder:
       updated.append(cache)
     return self._norm(params, x_BTD)[:, 0], updated
 
-  def head(self, params: Params) -> jax.Array:
+  def head(self, params: Params) -> matmul.Weight:
     """LM head ``[V, D]``; the embedding when tied."""
     tied = self.spec.tie_word_embeddings
     return params["embed" if tied else "lm_head"]["kernel"]
@@ -122,7 +149,8 @@ class Decoder:
 
     Index t belongs to token t; index 0 is 0, nothing predicts it.
     """
-    hidden_BTD = self.hidden(params, tokens_BT)
+    params = self._outer(params)
+    hidden_BTD = self.constrain(self.hidden(params, tokens_BT), ("batch", None, None))
     log_probs, entropy = logprob.token_log_probs(
       hidden_BTD[:, :-1],
       self.head(params),
@@ -136,17 +164,43 @@ class Decoder:
 
   def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """fp32 values ``[B, T]``: index t is the value before token t."""
+    params = self._outer(params)
     hidden_BTD = self.hidden(params, tokens_BT)
     values_BT = jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
     return _shift_right(values_BT[:, :-1])
 
-  def _embed(self, params, tokens_BT, positions):
-    x_BTD = params["embed"]["kernel"][tokens_BT].astype(self.dtype)
-    positions_BT = positions + jnp.broadcast_to(
-      jnp.arange(tokens_BT.shape[1]), tokens_BT.shape
+  def _run(self, stage: Callable[[Any, jax.Array], jax.Array], layers, x_BTD):
+    if self.stages == 1:
+      return stage(layers, x_BTD)
+    if self.remat == "stage":
+      stage = jax.checkpoint(stage, prevent_cse=False)
+    return pipeline.run(
+      stage,
+      layers,
+      x_BTD,
+      stages=self.stages,
+      microbatches=self.microbatches,
+      pin=self._pin,
+      pin_stages=lambda x: self.constrain(x, ("layers", "batch", "seq", None)),
     )
+
+  def _outer(self, params: Params) -> Params:
+    """What is outside of the layers, placed for use."""
+    outer = {name: leaf for name, leaf in params.items() if name != "layers"}
+    return {**self.use(outer, layer=False), "layers": params["layers"]}
+
+  def _embed(self, params, tokens_BT, positions_BT):
+    x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT).astype(self.dtype)
     cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
     return self._pin(x_BTD.astype(jnp.float32)), cos, sin
+
+  def _slots(self, *kv_BTKA):
+    if self.heads is None:
+      return kv_BTKA
+    fill = lambda x: self.constrain(
+      self.heads.fill_slots(x), ("batch", None, "heads", None)
+    )
+    return tuple(fill(x) for x in kv_BTKA)
 
   def _causal(self, q_BTHA, k_BTKA, v_BTKA):
     return attention.causal(
@@ -157,7 +211,7 @@ class Decoder:
     return layers.rms_norm(x_BTD, params["norm"]["scale"], self.spec.rms_norm_eps)
 
   def _pin(self, x_BTD):
-    return self.constrain(x_BTD, ("batch", None, None))
+    return self.constrain(x_BTD, ("batch", "seq", None))
 
 
 def _shift_right(x_BT: jax.Array) -> jax.Array:

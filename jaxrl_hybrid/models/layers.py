@@ -54,9 +54,9 @@ class Projection(nnx.Module):
 
   def __call__(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if self.kind == "column":
-      out = matmul.product(x, self.kernel[...], "bti,oi->bto", dtype)
+      out = matmul.product(x, self.kernel.get_value(), "bti,oi->bto", dtype)
     else:
-      out = matmul.row_scaled_product(x, self.kernel[...], "bti,io->bto", dtype)
+      out = matmul.row_scaled_product(x, self.kernel.get_value(), "bti,io->bto", dtype)
     return out if self.bias is None else out + self.bias[...]
 
 

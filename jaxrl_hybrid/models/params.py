@@ -44,10 +44,18 @@ def abstract_params(spec: ModelSpec, *, vocab: int, head: str = LM) -> Params:
   return jax.eval_shape(init, jax.random.key(0))
 
 
+def is_rounded(path: tuple[Any, ...]) -> bool:
+  """Whether the leaf at a tree path is computed with in the compute dtype.
+
+  Kernels of products are; norms, biases and the value head stay fp32.
+  """
+  return path[-1].key == "kernel" and path[0].key != "value_head"
+
+
 def compute_copy(params: Params, dtype: jnp.dtype) -> Params:
   """Kernels in the compute dtype, as products round them; the rest unchanged."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf, params
+    lambda path, leaf: leaf.astype(dtype) if is_rounded(path) else leaf, params
   )
 
 

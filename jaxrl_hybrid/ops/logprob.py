@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.ops.matmul import product
+from jaxrl_hybrid.ops.matmul import Weight, product
 
 MASKED = -1e30  # logit of a padded vocabulary column: probability exactly 0
 
@@ -21,7 +21,7 @@ def mask_padded_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 def token_log_probs(
   hidden_BTD: jax.Array,
-  head_VD: jax.Array,
+  head_VD: Weight,
   targets_BT: jax.Array,
   *,
   temperature: float,

@@ -6,10 +6,12 @@ between the two about eight times smaller (compare Qi et al. 2025,
 arXiv:2510.26788). Gradients need bfloat16's range. So activations are fp32
 between products, each product rounds its operands to ``dtype``, and its
 backward pass rounds them to bfloat16; float32 is left alone in both.
+Weights are arrays, or a ``Kernel`` whose gradient is fp32 whatever it holds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -25,31 +27,58 @@ def backward_dtype(dtype: jnp.dtype) -> jnp.dtype:
   return jnp.dtype(jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(
-  x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype
-) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A weight of which a gradient is wanted, without rounding the gradient.
+
+  The gradient of a 16-bit array is 16-bit. So it is taken with respect to
+  ``slot``, fp32 zeros of the same shape that no forward pass reads.
+  """
+
+  value: jax.Array
+  slot: jax.Array
+
+
+Weight = jax.Array | Kernel
+
+
+def product(x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype) -> jax.Array:
   """``einsum(equation, x, kernel)`` with operands in ``dtype``; fp32 out.
 
   Args:
     x: activations, fp32.
-    kernel: weights; the gradient has their dtype.
+    kernel: weights; the gradient of an array has its dtype.
     equation: einsum of two operands, every index in exactly two of the terms.
     dtype: float32, bfloat16 or float16.
   """
-  return _forward(x, kernel, equation, dtype)[0]
+  if isinstance(kernel, Kernel):
+    return _product(x, kernel.value, kernel.slot, equation, dtype)
+  return _product(x, kernel, None, equation, dtype)
 
 
-def _forward(x, kernel, equation, dtype):
+def lookup(table: Weight, indices: jax.Array) -> jax.Array:
+  """Rows ``table[indices]``, in the table's dtype."""
+  if isinstance(table, Kernel):
+    return _lookup(table.value, table.slot, indices)
+  return table[indices]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x, kernel, slot, equation, dtype):
+  return _forward(x, kernel, slot, equation, dtype)[0]
+
+
+def _forward(x, kernel, slot, equation, dtype):
   x = x.astype(dtype)
   out = jnp.einsum(
     equation, x, kernel.astype(dtype), preferred_element_type=jnp.float32
   )
-  return out, (x, kernel)
+  return out, (x, kernel, None if slot is None else ())
 
 
 def _backward(equation, dtype, residuals, cotangent):
-  x, kernel = residuals
+  x, kernel, slot = residuals
   low = backward_dtype(dtype)
   of_x, of_kernel, of_out = re.split("[,>]", equation.replace("->", ">"))
   cotangent = cotangent.astype(low)
@@ -60,14 +89,36 @@ def _backward(equation, dtype, residuals, cotangent):
     x.astype(low),
     preferred_element_type=jnp.float32,
   )
-  return dx.astype(jnp.float32), dkernel.astype(kernel.dtype)
+  dx = dx.astype(jnp.float32)
+  if slot is None:
+    return dx, dkernel.astype(kernel.dtype), None
+  return dx, None, dkernel
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _lookup(table, slot, indices):
+  del slot
+  return table[indices]
+
+
+def _lookup_forward(table, slot, indices):
+  return table[indices], (table, indices)
+
+
+def _lookup_backward(residuals, cotangent):
+  table, indices = residuals
+  zeros = jnp.zeros(table.shape, jnp.float32)
+  return None, zeros.at[indices].add(cotangent.astype(jnp.float32)), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def row_scaled_product(
-  x: jax.Array, kernel: jax.Array, equation: str, dtype: jnp.dtype
+  x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype
 ) -> jax.Array:
   """``product`` of activations without a bound (the MLP's inner ones).
 

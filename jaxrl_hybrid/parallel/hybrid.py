@@ -1,10 +1,12 @@
 """The 3D-HybridEngine: from the training layout to the generation layout.
 
 Training keeps the layers stacked ``[L, ...]`` and sharded over the training
-mesh; generation wants a list of layers in the compute dtype on the generation
-mesh. ``HybridEngine`` compiles that switch once: cast first, then gather inside
-micro-DP groups, then unstack. There is no way back to compute: the training
-parameters stay where they are and the copy is dropped.
+mesh; generation wants a list of layers on the generation mesh (HybridFlow §5,
+arXiv:2409.19256). The switch gathers inside micro-DP groups and nowhere else, a
+few layers at a time, so that it needs next to no memory beyond its result:
+call j of one compiled program takes the j-th layer of every pipeline stage.
+There is no way back to compute: the training weights stay where they are and
+the copy is dropped.
 """
 
 from __future__ import annotations
@@ -14,50 +16,156 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.models.params import Params, compute_copy
+from jaxrl_hybrid.errors import SwitchError
+from jaxrl_hybrid.models import heads as heads_lib
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import digest
 from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
 
 
 class HybridEngine:
-  """Compiled switch of one model's parameters, with a version counter."""
+  """Compiled switch of one model's weights, with a version counter."""
 
-  def __init__(
-    self, axes: Params, generation: Layout, dtype: jnp.dtype, num_layers: int
-  ):
+  def __init__(self, source: WeightLayout, target: Layout):
     """
     Args:
-      axes: logical axes of the training tree.
-      generation: target layout.
-      dtype: of the generation copy's kernels.
-      num_layers: L.
+      source: the weights as training holds them.
+      target: the generation layout.
     """
     self.version = 0
-    self.dtype = dtype
-    stacked = generation.shardings(axes)
-
-    def switch(params: Params) -> Params:
-      params = compute_copy(params, dtype)
-      # The gather happens on the whole stack: slicing a sharded stack first
-      # would cost a collective per layer.
-      params = jax.device_put(params, stacked)
-      return _unstack(params, num_layers)
-
-    self._switch = jax.jit(
-      switch, out_shardings=_unstacked_shardings(axes, generation, num_layers)
+    self.source, self.target = source, target
+    self._heads = plan_heads(source.spec, target.mesh)
+    self._expected: jax.Array | None = None
+    self._found: jax.Array | None = None
+    self.switch_outer = jax.jit(self._outer, out_shardings=self._outer_shardings())
+    self.switch_slot = jax.jit(self._slot, out_shardings=self._slot_shardings())
+    self._digest_source = jax.jit(
+      self._digest_of_source, out_shardings=source.train.replicated
+    )
+    self._digest_target = jax.jit(
+      self._digest_of_target, out_shardings=target.replicated
     )
 
-  def to_generation(self, params: Params) -> tuple[Params, int]:
-    """Returns the generation copy and its version (counts the switches)."""
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the kernels of both copies."""
+    return self.source.dtype
+
+  def to_generation(self, weights: Params) -> tuple[Params, int]:
+    """Returns the generation copy and its version (counts the switches).
+
+    The copy's checksum is on its way; ``verify`` waits for it.
+    """
     self.version += 1
-    return self._switch(params), self.version
+    stages = [
+      self.switch_slot(weights["layers"], jnp.int32(j))
+      for j in range(self._layers_per_stage)
+    ]
+    by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
+    copy = self.switch_outer(_outside(weights))
+    copy["layers"] = by_stage[: self.source.spec.num_layers]
+    self._expected = self._digest_source(weights)
+    self._found = self._digest_target(copy)
+    return copy, self.version
+
+  def verify(self) -> None:
+    """Compares the checksums of both sides of the last switch.
+
+    Raises:
+      SwitchError: a layer arrived changed.
+    """
+    if self._expected is None:
+      return
+    expected, found = jax.device_get((self._expected, self._found))
+    self._expected = self._found = None
+    wrong = [str(i) for i in (expected != found).nonzero()[0]]
+    if wrong:
+      outside = len(expected) - 1
+      raise SwitchError(
+        f"weights changed on the way to generation (version {self.version}): "
+        f"checksums of layers {', '.join(wrong)} differ ({outside} stands for "
+        "embedding, norm and head); expected equal ones. The run stops before it "
+        "learns from wrong samples; resume from the last checkpoint"
+      )
+
+  @property
+  def _layers_per_stage(self) -> int:
+    return self.source.padded_layers // self.source.stages
+
+  def _slot(self, layers: Any, j: jax.Array) -> list[Any]:
+    """Layer j of every stage, as a list over the stages."""
+
+    def take(leaf, axes):
+      split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
+      leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
+      return self.source.placed.constrain(leaf, axes)
+
+    taken = jax.tree.map(take, layers, self.source.axes["layers"])
+    taken = self._pad_heads(self._gather(taken))
+    pick = lambda stage: jax.tree.map(lambda leaf: leaf[stage], taken)
+    return [pick(stage) for stage in range(self.source.stages)]
+
+  def _gather(self, taken: Any) -> Any:
+    """Whole stages, heads still as in training."""
+    axes = jax.tree.map(
+      lambda names: (None, *names), self._layer_axes, is_leaf=_is_axes
+    )
+    if self._heads != self.source.heads:
+      # Other heads sit on other devices: the rows are arranged anew, unsharded.
+      axes["attn"] = jax.tree.map(
+        lambda names: (None,) * len(names), axes["attn"], is_leaf=_is_axes
+      )
+    return jax.tree.map(self.target.constrain, taken, axes)
+
+  def _pad_heads(self, taken: Any) -> Any:
+    if self._heads == self.source.heads:
+      return taken
+    spec = self.source.spec
+    taken = heads_lib.unpad_heads(taken, self.source.heads, spec.head_dim)
+    return heads_lib.pad_heads(taken, self._heads, spec.head_dim)
+
+  def _outer(self, outside: Params) -> Params:
+    return jax.tree.map(self.target.constrain, outside, self._outer_axes)
+
+  @property
+  def _layer_axes(self) -> Any:
+    return drop_stack(self.source.axes["layers"])
+
+  @property
+  def _outer_axes(self) -> Any:
+    return _outside(self.source.axes)
+
+  def _outer_shardings(self) -> Any:
+    shapes = _outside(self.source.abstract_weights())
+    return self.target.shardings(self._outer_axes, shapes)
+
+  def _slot_shardings(self) -> Any:
+    layers = self.source.abstract_weights()["layers"]
+    one = jax.eval_shape(self._slot, layers, jnp.int32(0))[0]
+    return [self.target.shardings(self._layer_axes, one)] * self.source.stages
+
+  def _digest_of_source(self, weights: Params) -> jax.Array:
+    spec = self.source.spec
+    layers = jax.tree.map(lambda x: x[: spec.num_layers], weights["layers"])
+    layers = heads_lib.unpad_heads(layers, self.source.heads, spec.head_dim)
+    outer = jax.tree.map(lambda x: x[None], _outside(weights))
+    return jnp.concatenate([digest.of_stack(layers), digest.of_stack(outer)])
+
+  def _digest_of_target(self, copy: Params) -> jax.Array:
+    spec = self.source.spec
+
+    def one(layer):
+      stack = jax.tree.map(lambda x: x[None], layer)
+      return digest.of_stack(heads_lib.unpad_heads(stack, self._heads, spec.head_dim))
+
+    outer = jax.tree.map(lambda x: x[None], _outside(copy))
+    return jnp.concatenate([*map(one, copy["layers"]), digest.of_stack(outer)])
 
 
-def _unstack(params: Params, num_layers: int) -> Params:
-  pick = lambda i: jax.tree.map(lambda leaf: leaf[i], params["layers"])
-  return {**params, "layers": [pick(i) for i in range(num_layers)]}
+def _outside(tree: Params) -> Params:
+  return {name: leaf for name, leaf in tree.items() if name != "layers"}
 
 
-def _unstacked_shardings(axes: Params, layout: Layout, num_layers: int) -> Any:
-  is_axes = lambda x: isinstance(x, tuple)
-  layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
-  return layout.shardings({**axes, "layers": [layer] * num_layers})
+def _is_axes(x: Any) -> bool:
+  return isinstance(x, tuple)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 from jaxrl_hybrid.algorithms import kl, losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.generator import Generator
@@ -69,13 +70,21 @@ class Actor:
     self,
     decoder: Decoder,
     params: Params,
-    layout: Layout,
+    layout: WeightLayout,
     generator: Generator,
     settings: ActorSettings,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    *,
+    clip_grad: float = math.inf,
   ):
-    self.state = TrainState(params, optimizer, layout, _make_loss(decoder, settings))
+    self.state = TrainState(
+      params,
+      optimizer,
+      layout,
+      _make_loss(decoder, settings),
+      clip_grad=clip_grad,
+    )
     self._schedule = schedule
     self._generator = generator
     self._settings = settings
@@ -86,7 +95,7 @@ class Actor:
         temperature=settings.temperature,
         chunk=settings.logprob_chunk,
       )[0],
-      layout,
+      layout.train,
       micro_rows=settings.micro_rows,
     )
 
@@ -94,11 +103,11 @@ class Actor:
     self, prompts: Sequence[Prompt], *, greedy: bool = False
   ) -> Batch:
     """n samples per prompt at the rollout settings, or one greedy completion."""
-    return self._generator.generate(self.state.params, prompts, greedy=greedy)
+    return self._generator.generate(self.state.weights, prompts, greedy=greedy)
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``old_log_probs`` by the training forward pass, and their gap."""
-    old = self._log_probs(self.state.params, batch)
+    old = self._log_probs(self.state.weights, batch)
     gap = np.abs(old - batch.rollout_log_probs)[batch.mask]
     metrics = (
       {GAP_MEAN: float(gap.mean()), GAP_MAX: float(gap.max())} if gap.size else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import optax
@@ -10,7 +11,7 @@ import optax
 from jaxrl_hybrid.algorithms import losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.scoring import Scorer
@@ -37,19 +38,27 @@ class Critic:
     self,
     decoder: Decoder,
     params: Params,
-    layout: Layout,
+    layout: WeightLayout,
     settings: CriticSettings,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    *,
+    clip_grad: float = math.inf,
   ):
-    self.state = TrainState(params, optimizer, layout, _make_loss(decoder, settings))
+    self.state = TrainState(
+      params,
+      optimizer,
+      layout,
+      _make_loss(decoder, settings),
+      clip_grad=clip_grad,
+    )
     self._schedule = schedule
     self._settings = settings
-    self._values = Scorer(decoder.values, layout, micro_rows=settings.micro_rows)
+    self._values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
 
   def compute_values(self, batch: Batch) -> Batch:
     """Adds ``values``: index t is the value before response token t."""
-    return batch.with_fields(values=self._values(self.state.params, batch))
+    return batch.with_fields(values=self._values(self.state.weights, batch))
 
   def update(self, batch: Batch) -> dict[str, float]:
     """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""

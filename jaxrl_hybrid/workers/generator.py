@@ -33,7 +33,6 @@ class Generator:
   """The layout switch, the engine, and the weights that it currently holds."""
 
   def __init__(self, switch: HybridEngine, engine: Engine, settings: RolloutSettings):
-    self.dtype = switch.dtype
     self._switch, self._engine = switch, engine
     self._settings = settings
     self._weights: Params | None = None
@@ -43,20 +42,20 @@ class Generator:
     self._weights = None
 
   def generate(
-    self, params: Params, prompts: Sequence[Prompt], *, greedy: bool = False
+    self, weights: Params, prompts: Sequence[Prompt], *, greedy: bool = False
   ) -> Batch:
     """n samples per prompt, or one greedy completion each.
 
     Args:
-      params: training tree; switched to the generation layout unless the copy
-        at hand is still fresh.
+      weights: as training holds them; switched to the generation layout unless
+        the copy at hand is still fresh.
       prompts: one per draw.
       greedy: temperature 0 and n = 1.
     """
     settings = self._settings
     n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
     if self._weights is None:
-      self._weights, _ = self._switch.to_generation(params)
+      self._weights, _ = self._switch.to_generation(weights)
     out = self._engine.generate(
       self._weights,
       [p.ids for p in prompts],
@@ -65,6 +64,7 @@ class Generator:
       max_new=settings.max_new,
       sampling=sampling,
     )
+    self._switch.verify()
     loss_mask = None
     if settings.mask_truncated:
       loss_mask = np.broadcast_to(out.stopped[:, None], out.ids.shape)

@@ -1,4 +1,4 @@
-"""AdamW with clipping and a schedule, from a config section."""
+"""AdamW and its schedule, from a config section."""
 
 from __future__ import annotations
 
@@ -38,16 +38,13 @@ def learning_rate(optim: ConfigDict, total_updates: int) -> optax.Schedule:
 def make_optimizer(
   optim: ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Global-norm clipping, then AdamW; norms and biases do not decay."""
-  return optax.chain(
-    optax.clip_by_global_norm(optim.clip_grad),
-    optax.adamw(
-      schedule,
-      *optim.betas,
-      eps=optim.eps,
-      weight_decay=optim.weight_decay,
-      mask=_decays,
-    ),
+  """AdamW (arXiv:1711.05101); norms and biases do not decay."""
+  return optax.adamw(
+    schedule,
+    *optim.betas,
+    eps=optim.eps,
+    weight_decay=optim.weight_decay,
+    mask=_decays,
   )
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-
 from jaxrl_hybrid.models.decoder import Decoder
-from jaxrl_hybrid.models.params import Params, compute_copy
+from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers.scoring import Scorer
 
 
 class Reference:
-  """A copy of the initial actor in the compute dtype.
+  """The initial actor's weights, kept while the actor moves on.
 
   Args:
     decoder: the actor's.
-    params: the actor's initial parameters; they are copied.
+    weights: the actor's initial weights; shared with it until its first update.
     layout: the training layout.
     temperature: of the log-probs, the rollout's.
     chunk: positions whose logits exist at a time.
@@ -27,17 +24,14 @@ class Reference:
   def __init__(
     self,
     decoder: Decoder,
-    params: Params,
+    weights: Params,
     layout: Layout,
     *,
     temperature: float,
     chunk: int,
     micro_rows: int,
   ):
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    # Donation of the actor's parameters must not take leaves that need no cast.
-    copy = lambda params: jax.tree.map(jnp.copy, compute_copy(params, decoder.dtype))
-    self._params = jax.jit(copy, out_shardings=shardings)(params)
+    self._weights = weights
     self._log_probs = Scorer(
       lambda params, tokens_BT: decoder.token_log_probs(
         params, tokens_BT, temperature=temperature, chunk=chunk
@@ -48,4 +42,4 @@ class Reference:
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``ref_log_probs``."""
-    return batch.with_fields(ref_log_probs=self._log_probs(self._params, batch))
+    return batch.with_fields(ref_log_probs=self._log_probs(self._weights, batch))

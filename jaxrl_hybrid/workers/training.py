@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import optax
 from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel.weights import WeightLayout
 
 # A metric is (sum, weight), reduced once over all micro-batches; weight 0 makes
 # it a plain sum.
@@ -23,7 +25,7 @@ LossFn = Callable[[Params, dict, reduce.Totals], tuple[jax.Array, tuple[Means, M
 
 
 class TrainState:
-  """fp32 parameters and optimizer state, sharded alike, replaced by each step.
+  """fp32 parameters, their optimizer state, and the weights made from them.
 
   ``updates`` counts the optimizer steps.
   """
@@ -32,27 +34,57 @@ class TrainState:
     self,
     params: Params,
     optimizer: optax.GradientTransformation,
-    layout: Layout,
+    layout: WeightLayout,
     loss_fn: LossFn,
+    *,
+    clip_grad: float = math.inf,
   ):
-    self.params = params
+    """
+    Args:
+      params: stored parameters (``WeightLayout.stored``).
+      optimizer: works on each leaf by itself.
+      layout: of parameters and weights.
+      loss_fn: of the weights.
+      clip_grad: largest global norm of a gradient.
+    """
+    self._params = params
     self.updates = 0
     self._layout = layout
-    self.opt_state = jax.jit(
-      optimizer.init, out_shardings=_opt_shardings(optimizer, params, layout)
-    )(params)
-    shardings = jax.tree.map(lambda x: x.sharding, (params, self.opt_state))
-    self._step = jax.jit(
-      _make_step(optimizer, loss_fn),
-      donate_argnums=(0, 1),
-      out_shardings=(*shardings, None),
+    self._weights: Params | None = None
+    shardings = _opt_shardings(optimizer, params, layout.train)
+    self.opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    self._prepare = jax.jit(
+      layout.prepare, out_shardings=_shardings(layout.abstract_weights())
     )
+    self._gradients = jax.jit(_make_gradients(layout, loss_fn))
+    self._apply = jax.jit(
+      _make_apply(optimizer, clip_grad),
+      donate_argnums=(0, 1),
+      out_shardings=(_shardings(params), shardings),
+    )
+
+  @property
+  def params(self) -> Params:
+    """Stored parameters."""
+    return self._params
+
+  @params.setter
+  def params(self, params: Params) -> None:
+    self._params, self._weights = params, None
+
+  @property
+  def weights(self) -> Params:
+    """What programs compute with, made once per update."""
+    if self._weights is None:
+      self._weights = self._prepare(self._params)
+    return self._weights
 
   def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics."""
-    batch = place(packed, self._layout)
-    self.params, self.opt_state, metrics = self._step(
-      self.params, self.opt_state, batch
+    batch = place(packed, self._layout.train)
+    grads, metrics = self._gradients(self.weights, batch)
+    self.params, self.opt_state = self._apply(
+      self._params, self.opt_state, grads, metrics
     )
     self.updates += 1
     return lambda: {k: float(v) for k, v in jax.device_get(metrics).items()}
@@ -60,8 +92,10 @@ class TrainState:
 
 def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
   """``[A, B, T]`` arrays onto the mesh, B split over the batch axes."""
-  sharding = layout.sharding((None, "batch", None))
-  return jax.device_put(packed, sharding)
+  return {
+    name: jax.device_put(x, layout.sharding((None, "batch", None), x.shape))
+    for name, x in packed.items()
+  }
 
 
 def masked(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,31 +133,48 @@ def _mean(values: list[float]) -> float:
   return sum(values) / len(values)
 
 
-def _make_step(optimizer: optax.GradientTransformation, loss_fn: LossFn) -> Any:
-  """An update; one whose loss or gradient is not finite changes nothing."""
+def _make_gradients(layout: WeightLayout, loss_fn: LossFn) -> Any:
+  """(weights, [A, B, T] batch) -> gradients of the stored parameters, metrics."""
 
-  def step(params: Params, opt_state: Any, batch: dict[str, jax.Array]) -> Any:
+  def gradients(weights: Params, batch: dict[str, jax.Array]) -> Any:
     total = reduce.totals(batch["mask"])
 
     def accumulate(grads, micro):
-      (loss, aux), new = jax.value_and_grad(loss_fn, has_aux=True)(params, micro, total)
+      loss_of = lambda slots: loss_fn(layout.trainable(weights, slots), micro, total)
+      (loss, aux), new = jax.value_and_grad(loss_of, has_aux=True)(
+        layout.slots(weights)
+      )
       return jax.tree.map(jnp.add, grads, new), (loss, aux)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = layout.slots(weights)
     grads, (loss, (means, maxima)) = jax.lax.scan(accumulate, zeros, batch)
+    grads = layout.strip(grads)
     metrics = {"loss": jnp.sum(loss), "grad_norm": optax.tree.norm(grads)}
     for name, (total_sum, weight) in means.items():
       metrics[name] = jnp.sum(total_sum) / jnp.maximum(jnp.sum(weight), 1.0)
     metrics |= {name: jnp.max(x) for name, x in maxima.items()}
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    metrics["skipped_updates"] = ~finite
+    return grads, metrics | {"skipped_updates": ~finite}
+
+  return gradients
+
+
+def _make_apply(optimizer: optax.GradientTransformation, clip_grad: float) -> Any:
+  """An update; one whose loss or gradient is not finite changes nothing."""
+
+  def apply(params: Params, opt_state: Any, grads: Params, metrics: dict) -> Any:
+    clip = jnp.minimum(1.0, clip_grad / jnp.maximum(metrics["grad_norm"], 1e-30))
+    grads = jax.tree.map(lambda g: g * clip, grads)
     updates, new_state = optimizer.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
-    keep = lambda new, old: jnp.where(finite, new, old)
-    params, opt_state = jax.tree.map(keep, (new_params, new_state), (params, opt_state))
-    return params, opt_state, metrics
+    keep = lambda new, old: jnp.where(metrics["skipped_updates"], old, new)
+    return jax.tree.map(keep, (new_params, new_state), (params, opt_state))
 
-  return step
+  return apply
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def _opt_shardings(optimizer, params: Params, layout: Layout) -> Any:

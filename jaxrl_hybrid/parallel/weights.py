@@ -1,0 +1,193 @@
+"""What is stored and what is computed with: fp32 parameters and weights.
+
+*Stored*: fp32, in the model's own shapes, spread over all of (pp, tp, dp); so are
+gradients and optimizer moments (ZeRO-1, arXiv:1910.02054). *Weights*: kernels in
+the compute dtype, heads and layers padded so that tp and pp divide them, placed
+by the training rules; with ``zero=3`` they too are spread over dp, and gathered
+layer by layer where they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_hybrid.models import heads as heads_lib
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.ops.matmul import Kernel
+from jaxrl_hybrid.parallel import rules
+from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.shapes import round_up
+
+ZERO = (1, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightLayout:
+  """How one model's parameters lie on the training mesh.
+
+  Attributes:
+    spec: the model.
+    train: mesh and rules of training programs.
+    dtype: of the weights' kernels.
+    zero: 1 or 3.
+    head: ``params.LM`` or ``params.VALUE``.
+  """
+
+  spec: ModelSpec
+  train: Layout
+  dtype: jnp.dtype
+  zero: int = 1
+  head: str = params_lib.LM
+
+  @property
+  def heads(self) -> heads_lib.HeadPlan:
+    """The attention heads of the training programs."""
+    return plan_heads(self.spec, self.train.mesh)
+
+  @property
+  def vocab(self) -> int:
+    """Padded vocabulary size."""
+    return padded_vocab(self.spec, self.train.mesh)
+
+  @property
+  def stages(self) -> int:
+    """pp."""
+    return self.train.mesh.shape["pp"]
+
+  @property
+  def padded_layers(self) -> int:
+    """Layers of the weights; a layer of zeros changes nothing."""
+    return round_up(self.spec.num_layers, self.stages)
+
+  @property
+  def stored(self) -> Layout:
+    """Layout of fp32 parameters, gradients and moments."""
+    even = self.spec.num_layers == self.padded_layers
+    return Layout(self.train.mesh, rules.stored_rules(divisible_layers=even))
+
+  @property
+  def placed(self) -> Layout:
+    """Layout of the weights between programs."""
+    if self.zero == 1:
+      return self.train
+    return Layout(self.train.mesh, rules.stored_rules(divisible_layers=True))
+
+  @property
+  def axes(self) -> Params:
+    """Logical axes of every leaf."""
+    return params_lib.logical_axes(self.spec, head=self.head)
+
+  def abstract_params(self) -> Params:
+    """Shapes, dtypes and shardings of the stored parameters."""
+    shapes = params_lib.abstract_params(self.spec, vocab=self.vocab, head=self.head)
+    return _with_shardings(shapes, self.stored.shardings(self.axes, shapes))
+
+  def abstract_weights(self) -> Params:
+    """Shapes, dtypes and shardings of the weights."""
+    shapes = jax.eval_shape(self._convert, self.abstract_params())
+    return _with_shardings(shapes, self.placed.shardings(self.axes, shapes))
+
+  def prepare(self, params: Params) -> Params:
+    """Stored parameters -> weights; call it inside a program."""
+    weights = self._convert(params)
+    return self._constrain(weights, self.placed)
+
+  def trainable(self, weights: Params, slots: Params) -> Params:
+    """Weights whose gradient is that of ``slots``, fp32 zeros of their shapes."""
+
+    def attach(path, leaf, slot):
+      if params_lib.is_rounded(path):
+        return Kernel(leaf, slot)
+      return leaf + slot
+
+    return jax.tree_util.tree_map_with_path(attach, weights, slots)
+
+  def slots(self, weights: Params) -> Params:
+    """fp32 zeros, placed as gradients are."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+    return self._constrain(zeros, self._gradients)
+
+  def use(self, weights: Params, *, layer: bool) -> Params:
+    """Weights as a program multiplies with them; gradients leave spread over dp.
+
+    Args:
+      weights: one layer's tree, or (``layer=False``) the tree without layers.
+      layer: which of the two.
+    """
+    axes = self.axes["layers"] if layer else {k: self.axes[k] for k in weights}
+    if layer:
+      axes = drop_stack(axes)
+
+    def place(leaf, names):
+      if isinstance(leaf, Kernel):
+        return Kernel(
+          self.train.constrain(leaf.value, names),
+          self._gradients.constrain(leaf.slot, names),
+        )
+      return self.train.constrain(leaf, names)
+
+    return jax.tree.map(place, weights, axes, is_leaf=lambda x: isinstance(x, Kernel))
+
+  def strip(self, grads: Params) -> Params:
+    """Gradients of the weights -> of the stored parameters."""
+    layers = jax.tree.map(lambda x: x[: self.spec.num_layers], grads["layers"])
+    layers = heads_lib.unpad_heads(layers, self.heads, self.spec.head_dim)
+    return self._constrain({**grads, "layers": layers}, self.stored)
+
+  @property
+  def _gradients(self) -> Layout:
+    """Layout of gradients of the weights' shapes."""
+    return Layout(self.train.mesh, rules.stored_rules(divisible_layers=True))
+
+  def _convert(self, params: Params) -> Params:
+    params = params_lib.compute_copy(params, self.dtype)
+    layers = heads_lib.pad_heads(params["layers"], self.heads, self.spec.head_dim)
+    missing = self.padded_layers - self.spec.num_layers
+    if missing:
+      pad = lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+      layers = jax.tree.map(pad, layers)
+    return {**params, "layers": layers}
+
+  def _constrain(self, tree: Params, layout: Layout) -> Params:
+    return jax.tree.map(layout.constrain, tree, self.axes)
+
+
+def plan_heads(spec: ModelSpec, mesh: Mesh) -> heads_lib.HeadPlan:
+  """The heads of a model on a mesh with a tp axis."""
+  return heads_lib.plan_heads(spec.num_heads, spec.num_kv_heads, mesh.shape["tp"])
+
+
+def padded_vocab(spec: ModelSpec, mesh: Mesh) -> int:
+  """The vocabulary size that every axis of a training mesh divides."""
+  return spec.padded_vocab(mesh.size)
+
+
+def train_layout(spec: ModelSpec, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
+  """Mesh and rules of a model's training programs."""
+  plan = plan_heads(spec, mesh)
+  return Layout(mesh, rules.train_rules(plan, sequence_parallel=sequence_parallel))
+
+
+def generation_layout(spec: ModelSpec, mesh: Mesh) -> Layout:
+  """Mesh and rules of a model's generation programs."""
+  return Layout(mesh, rules.generation_rules(plan_heads(spec, mesh)))
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+
+
+def drop_stack(axes: Any) -> Any:
+  """Logical axes of one layer from those of the stack."""
+  return jax.tree.map(
+    lambda names: names[1:], axes, is_leaf=lambda x: isinstance(x, tuple)
+  )

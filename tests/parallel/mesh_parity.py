@@ -1,0 +1,134 @@
+"""One small model, one batch, any mesh: its loss, gradients and updates."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl_hybrid.algorithms import reduce
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.decoder import Decoder
+from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import weights as weights_lib
+from jaxrl_hybrid.workers import training
+
+# 9 and 3 heads as in SmolLM2, 5 layers: neither tp nor pp divides anything.
+ODD = ModelSpec(
+  "qwen3", 37, 24, 48, 5, 9, 3, 8, 64, qk_norm=True, qkv_bias=True, out_bias=True,
+  mlp_bias=True,
+)  # fmt: skip
+EVEN = ModelSpec("llama", 61, 32, 64, 4, 8, 4, 8, 64, tie_word_embeddings=True)
+GROUPED = ModelSpec("qwen2", 61, 32, 64, 4, 14, 2, 8, 64, qkv_bias=True)
+SPECS = {"odd": ODD, "even": EVEN, "grouped": GROUPED}
+ROWS, LENGTH, LR = 16, 12, 1e-3
+
+
+@functools.cache
+def batch() -> dict[str, np.ndarray]:
+  """Rows of different lengths, ``[ROWS, LENGTH]``."""
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(3, LENGTH + 1, ROWS)
+  return {
+    "tokens": rng.integers(0, 37, (ROWS, LENGTH)).astype(np.int32),
+    "mask": (np.arange(LENGTH) < lengths[:, None]) & (np.arange(LENGTH) > 0),
+    "advantages": rng.normal(size=(ROWS, LENGTH)).astype(np.float32),
+  }
+
+
+@functools.cache
+def host_params(spec: ModelSpec) -> dict:
+  """fp32 parameters with the vocabulary padded to 64, every leaf random."""
+  shapes = params_lib.abstract_params(spec, vocab=64)
+  rng = np.random.default_rng(1)
+  draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
+  return jax.tree.map(draw, shapes)
+
+
+def make_state(
+  spec: ModelSpec,
+  train: tuple[int, int, int],
+  *,
+  dtype: str = "float32",
+  zero: int = 1,
+  sequence_parallel: bool = False,
+  microbatches: int = 1,
+  remat: str = "full",
+  chunk: int = 4,
+) -> training.TrainState:
+  """A state at ``host_params`` whose loss is a policy gradient with an entropy."""
+  layout = weights_lib.WeightLayout(
+    spec,
+    weights_lib.train_layout(
+      spec, mesh_lib.train_mesh(train), sequence_parallel=sequence_parallel
+    ),
+    jnp.dtype(dtype),
+    zero,
+  )
+  decoder = Decoder(
+    spec,
+    layout.dtype,
+    "xla",
+    layout.train.constrain,
+    remat,
+    heads=layout.heads,
+    use=layout.use,
+    stages=layout.stages,
+    microbatches=microbatches,
+  )
+
+  def loss_fn(params, micro, total):
+    log_probs, entropy = decoder.token_log_probs(
+      params, micro["tokens"], temperature=0.7, chunk=chunk
+    )
+    loss_BT = -micro["advantages"] * log_probs - 0.1 * entropy
+    loss = reduce.aggregate(loss_BT, micro["mask"], total, mode="token-mean", scale=1.0)
+    return loss, ({}, {})
+
+  stored = jax.tree.map(
+    lambda x, like: jax.device_put(x, like.sharding, may_alias=False),
+    host_params(spec),
+    layout.abstract_params(),
+  )
+  return training.TrainState(stored, optax.adamw(LR), layout, loss_fn)
+
+
+def gradients(state: training.TrainState, *, accumulate: int = 1):
+  """(loss, host gradients of the stored parameters)."""
+  grads, metrics = state._gradients(state.weights, _placed(state, accumulate))
+  return float(metrics["loss"]), jax.device_get(grads)
+
+
+def after_steps(state: training.TrainState, steps: int, *, accumulate: int = 1):
+  """Host parameters after some updates."""
+  for _ in range(steps):
+    state.step(_split(accumulate))
+  return jax.device_get(state.params)
+
+
+def compiled_gradients(state: training.TrainState, *, accumulate: int = 1) -> str:
+  """The gradient program's optimized HLO."""
+  placed = _placed(state, accumulate)
+  return state._gradients.lower(state.weights, placed).compile().as_text()
+
+
+def worst(got: dict, expected: dict) -> float:
+  """Largest error of a leaf, relative to the leaf's largest entry."""
+  ratio = lambda a, b: float(np.abs(a - b).max() / np.abs(b).max())
+  return max(jax.tree.leaves(jax.tree.map(ratio, got, expected)))
+
+
+def _split(accumulate: int) -> dict[str, np.ndarray]:
+  return {k: x.reshape(accumulate, -1, LENGTH) for k, x in batch().items()}
+
+
+def _placed(state, accumulate):
+  return training.place(_split(accumulate), state._layout.train)
+
+
+def replaced(spec: ModelSpec, **changes) -> ModelSpec:
+  """``dataclasses.replace``."""
+  return dataclasses.replace(spec, **changes)
