@@ -25,8 +25,9 @@ from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
-from jaxrl_hybrid.runtime.recorder import Recorder
+from jaxrl_hybrid.runtime.recorder import make_recorder
 from jaxrl_hybrid.workers.actor import Actor, ActorSettings
 from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
@@ -37,7 +38,7 @@ from jaxrl_hybrid.workers.reference import Reference
 def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, sizes, algorithm = plan.config, plan.sizes, make_algorithm(plan.config)
-  recorder = Recorder(run_dir, config)
+  recorder = make_recorder(run_dir, config)
   decoder = make_train_decoder(plan)
   total = config.trainer.total_steps * sizes.updates_per_step
   schedule = learning_rate(config.actor.optim, total)
@@ -53,6 +54,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   )
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
+  step = processes.broadcast(step)
   kl_ctrl = config.algorithm.kl_ctrl
   controller = Controller(
     algorithm=algorithm,
@@ -72,7 +74,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   )
   if step is not None:
     controller.resume(step)
-  recorder.open(step)
+  processes.on_primary(lambda: recorder.open(step))
   return controller
 
 

@@ -47,8 +47,9 @@ def base() -> ConfigDict:
         zero=1,  # spread over dp: 1 parameters, gradients, moments; 3 weights too
         sequence_parallel=False,  # activations between products spread over tp
         pipeline_microbatches=optional(int),  # default: all of a mini-batch
-        fake_devices=0,
-      ),  # n > 0: n CPU devices instead of real ones
+        fake_devices=0,  # n > 0: n CPU devices in all instead of real ones
+        distributed="auto",  # auto | off: several processes (runtime/launch.py)
+      ),
       model=dict(
         path="",  # HF directory
         random=dict(),  # without a path: HF config fields of a random model
@@ -244,6 +245,7 @@ def _check_choices(config: ConfigDict) -> None:
     "model.attention": IMPLEMENTATIONS,
     "model.remat": REMAT,
     "mesh.zero": ZERO,
+    "mesh.distributed": ("auto", "off"),
     "data.string_prompts": ("plain", "user"),
     "data.overlong_prompts": ("drop", "truncate_left", "error"),
     "rewards.on_error": ("raise", "zero", "skip"),

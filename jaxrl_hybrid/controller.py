@@ -26,7 +26,7 @@ from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
-from jaxrl_hybrid.runtime.recorder import Recorder
+from jaxrl_hybrid.runtime.recorder import Recorder, SilentRecorder
 from jaxrl_hybrid.runtime.timers import Timers
 from jaxrl_hybrid.types import LENGTH, Batch, Prompt
 from jaxrl_hybrid.workers.actor import Actor
@@ -53,7 +53,7 @@ class Controller:
   settings: ConfigDict  # the trainer section
   critic_warmup: int
   checkpoints: Checkpoints
-  recorder: Recorder
+  recorder: Recorder | SilentRecorder
   step: int = 0
   bad_steps: int = 0  # in a row
   last_eval: Metrics = dataclasses.field(default_factory=dict)

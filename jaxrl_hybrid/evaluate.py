@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from jaxrl_hybrid import build, cli, evaluation, inspection
 from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.parallel import multihost
+from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.console import Console
 
 
@@ -24,10 +26,8 @@ def main(argv: Sequence[str]) -> None:
   plan = inspection.inspect(config, training=False)
   if not plan.eval_prompts:
     raise ConfigError("data.eval_files: expected at least one file, got none")
-  print(plan.describe())
-  print(
-    f"first prompt, as the model sees it: {plan.eval_prompts[0].text!r}", flush=True
-  )
+  processes.say(plan.describe())
+  processes.say(f"first prompt, as the model sees it: {plan.eval_prompts[0].text!r}")
   generator = build.make_generator(plan)
   weights = build.make_weights(plan)
   metrics, samples = evaluation.evaluate(
@@ -35,8 +35,9 @@ def main(argv: Sequence[str]) -> None:
     plan.reward,
     plan.eval_prompts,
   )
-  Console(0).samples_table(samples[: config.trainer.sample_rows], "samples")
-  print(json.dumps(metrics))
+  if multihost.is_primary():
+    Console(0).samples_table(samples[: config.trainer.sample_rows], "samples")
+  processes.say(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxrl_hybrid import build, cli, config_reader, inspection
 from jaxrl_hybrid.errors import CheckpointError
 from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
-from jaxrl_hybrid.runtime import launch
+from jaxrl_hybrid.runtime import launch, processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import CONFIG_FILE
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
   config = config_reader.from_run(flags.run_dir / CONFIG_FILE)
   launch.setup(config)
   checkpoints = Checkpoints(flags.run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
-  step = checkpoints.latest if flags.step is None else flags.step
+  step = processes.broadcast(checkpoints.latest if flags.step is None else flags.step)
   if step is None:
     raise CheckpointError(
       f"{flags.run_dir} has no checkpoint; expected a run with trainer.save_freq > 0"
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer=source.tokenizer,
     source_dir=source.path,
   )
-  print(f"exported step {step} of {flags.run_dir} to {flags.out}")
+  processes.say(f"exported step {step} of {flags.run_dir} to {flags.out}")
 
 
 if __name__ == "__main__":

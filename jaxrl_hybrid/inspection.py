@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from jaxrl_hybrid.parallel import weights
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.rewards import loading
 from jaxrl_hybrid.rewards.runner import RewardRunner
+from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import Prompt
 from jaxrl_hybrid.workers.reward import RewardWorker
 
@@ -89,6 +91,13 @@ def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
   if training:
     train_data = _dataset(config, encoder, config.data.train_files)
   eval_prompts, eval_total = _eval_prompts(config, encoder)
+  processes.check_same(
+    {
+      "config": config.to_json_best_effort(sort_keys=True).encode(),
+      "data.train_files": _ids(train_data.prompts if train_data else []),
+      "data.eval_files": _ids(eval_prompts),
+    }
+  )
   return Plan(
     config=config,
     sizes=sizes,
@@ -174,6 +183,12 @@ def _stream(config: ConfigDict, dataset: prompts_lib.PromptDataset) -> PromptStr
     shuffle=config.data.shuffle,
     curriculum=curriculum,
   )
+
+
+def _ids(prompts: Sequence[Prompt]) -> bytes:
+  """All token ids and where each prompt ends."""
+  lengths = np.array([len(prompt.ids) for prompt in prompts], np.int32)
+  return b"".join([lengths.tobytes(), *(prompt.ids.tobytes() for prompt in prompts)])
 
 
 def _as_chat(row: dict[str, Any], key: str) -> dict[str, Any]:

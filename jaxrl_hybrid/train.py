@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxrl_hybrid import build, cli, inspection
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.models.hf.export import export_hf
+from jaxrl_hybrid.runtime import processes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -26,13 +27,13 @@ def main(argv: Sequence[str]) -> None:
   flags, rest = cli.split_flags(parser, argv)
   config, file = cli.load_config(rest)
   plan = inspection.inspect(config)
-  print(plan.describe(), flush=True)
+  processes.say(plan.describe())
   if flags.dry_run:
-    print("dry run finished: nothing was loaded")
+    processes.say("dry run finished: nothing was loaded")
     return
-  run_dir = Path(config.trainer.run_dir or _default_run_dir(file))
+  run_dir = Path(config.trainer.run_dir or processes.broadcast(_default_run_dir(file)))
   controller = build.assemble(plan, run_dir)
-  print(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}", flush=True)
+  processes.say(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}")
   try:
     evaluation = controller.fit()
   except KeyboardInterrupt:
@@ -51,12 +52,12 @@ def main(argv: Sequence[str]) -> None:
   reward = evaluation.get("eval/reward", float("nan"))
   exact = evaluation.get("eval/exact_match")
   extra = "" if exact is None else f"eval/exact_match={exact:.2f} "
-  print(f"run finished: eval/reward={reward:.2f} {extra}run_dir={run_dir}")
+  processes.say(f"run finished: eval/reward={reward:.2f} {extra}run_dir={run_dir}")
 
 
 def _interrupted(controller: Controller, argv: Sequence[str], run_dir: Path) -> int:
   saved = controller.checkpoints.latest
-  print(
+  processes.say(
     f"interrupted in step {controller.step}; last checkpoint: "
     f"{'none' if saved is None else f'step {saved}'}; to go on: "
     f"{_resume_command(argv, run_dir)}"

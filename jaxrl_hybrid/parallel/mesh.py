@@ -23,7 +23,7 @@ def train_mesh(shape: tuple[int, int, int]) -> Mesh:
   """Mesh of ``(pp, tp, dp)`` over the first pp*tp*dp devices.
 
   Raises:
-    ConfigError: there are fewer devices than that.
+    ConfigError: there are fewer devices than that, or several processes with more.
   """
   pp, tp, dp = shape
   needed, devices = math.prod(shape), jax.devices()
@@ -31,6 +31,12 @@ def train_mesh(shape: tuple[int, int, int]) -> Mesh:
     raise ConfigError(
       f"mesh.train=(pp, tp, dp)={tuple(shape)} needs {needed} devices, got "
       f"{len(devices)}; change mesh.train, or set mesh.fake_devices on a CPU"
+    )
+  if jax.process_count() > 1 and len(devices) != needed:
+    raise ConfigError(
+      f"mesh.train=(pp, tp, dp)={tuple(shape)} uses {needed} of the {len(devices)} "
+      f"devices of {jax.process_count()} processes; expected all of them: change "
+      "mesh.train or start fewer processes"
     )
   grid = np.array(devices[:needed]).reshape(pp, dp, tp)
   return Mesh(grid, ("pp", "dp", "tp"), axis_types=(AxisType.Auto,) * 3)

@@ -40,15 +40,21 @@ def fetch(tree: Any) -> Any:
   return jax.device_get(tree)
 
 
-def gather(x: jax.Array) -> np.ndarray:
-  """A host copy of an array of any sharding; all processes call it together.
+def gather(x: jax.Array, index: int | None = None) -> np.ndarray:
+  """A host copy of ``x`` or ``x[index]``; all processes call it together.
 
-  On the devices it needs room for the whole array.
+  Args:
+    x: any sharding; every device needs room for all that is copied.
+    index: along axis 0.
   """
-  if not (x.is_fully_addressable or x.is_fully_replicated):
+  if not x.is_fully_addressable:
     everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-    x = jax.jit(_same, out_shardings=everywhere)(x)
-  return jax.device_get(x)
+    if index is None:
+      x = jax.jit(_same, out_shardings=everywhere)(x)
+    else:
+      x = jax.jit(_item, out_shardings=everywhere)(x, np.int32(index))
+    return fetch(x)
+  return jax.device_get(x if index is None else x[index])
 
 
 def barrier(name: str) -> None:
@@ -59,3 +65,7 @@ def barrier(name: str) -> None:
 
 def _same(x: jax.Array) -> jax.Array:
   return x
+
+
+def _item(x: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)

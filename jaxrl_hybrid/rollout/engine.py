@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.rollout import sampling as sampling_lib
 from jaxrl_hybrid.rollout.sampling import Sampling
@@ -66,7 +67,9 @@ class Engine:
     self._max_rows = max_rows
     self._seed = seed
     self._wave = jax.jit(
-      self._generate_wave, static_argnames=("n", "max_new", "sampling")
+      self._generate_wave,
+      static_argnames=("n", "max_new", "sampling"),
+      out_shardings=layout.replicated,
     )
 
   def generate(
@@ -102,17 +105,19 @@ class Engine:
       draws = np.zeros((per_wave,), np.uint32)
       draws[: len(draw_ids[chunk])] = np.asarray(draw_ids[chunk], np.uint32)
       real = np.arange(per_wave) < len(prompts[chunk])
-      waves.append(
-        self._wave(
-          params, tokens, lengths, draws, real, n=n, max_new=max_new, sampling=sampling
-        )
-      )
+      rows = [self._place(x) for x in (tokens, lengths, draws, real)]
+      waves.append(self._wave(params, *rows, n=n, max_new=max_new, sampling=sampling))
     ids, lengths, log_probs, stopped = (
       np.concatenate(parts)[: len(prompts) * n]
-      for parts in zip(*jax.device_get(waves), strict=True)
+      for parts in zip(*multihost.fetch(waves), strict=True)
     )
     used = int(lengths.max())
     return Completions(ids[:, :used], lengths, log_probs[:, :used], stopped)
+
+  def _place(self, x: np.ndarray) -> jax.Array:
+    """``[U, ...]`` onto the mesh, U split over the batch axes."""
+    axes = ("batch", None)[: x.ndim]
+    return multihost.put(x, self._layout.sharding(axes, x.shape))
 
   def _generate_wave(
     self,

@@ -15,6 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.console import Console
 from jaxrl_hybrid.runtime.metrics import METRICS_FILE, STEP_KEY, MetricsWriter
 from jaxrl_hybrid.runtime.trackers import make_trackers
@@ -130,6 +131,32 @@ class Recorder:
     self._console.close()
     for tracker in self._trackers:
       tracker.finish()
+
+
+class SilentRecorder:
+  """What the other processes have for a ``Recorder``: process 0 does it all."""
+
+  def say(self, text: str) -> None:
+    """Nothing."""
+
+  def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Nothing."""
+
+  def samples(self, step: int, kind: str, rows: Sequence[tuple], *, show: bool) -> None:
+    """Nothing."""
+
+  def close(self) -> None:
+    """Nothing."""
+
+
+def make_recorder(run_dir: str | Path, config: ConfigDict) -> Recorder | SilentRecorder:
+  """The recorder of this process.
+
+  Raises:
+    ConfigError: in every process, as ``Recorder`` on process 0.
+  """
+  recorder = processes.on_primary(lambda: Recorder(run_dir, config))
+  return recorder or SilentRecorder()
 
 
 def _changed(path: Path, config: ConfigDict) -> list[str] | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from jaxrl_hybrid.errors import RewardError
 from jaxrl_hybrid.rewards.runner import RewardResult, RewardRunner
+from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import STOP, Batch
 
 
 class RewardWorker:
-  """Scores finished sequences on the host."""
+  """Scores finished sequences on the host; the functions run on process 0."""
 
   def __init__(
     self,
@@ -83,7 +85,9 @@ class RewardWorker:
 
   def _score(self, batch: Batch, texts: list[str]) -> RewardResult:
     ids = [batch.response(i) for i in range(len(batch))]
-    return self._runner.score(batch.prompts, texts, ids)
+    score = lambda: self._runner.score(batch.prompts, texts, ids)
+    found = processes.from_primary(lambda: dataclasses.asdict(score()))
+    return RewardResult(**found)
 
   def _decode(self, batch: Batch) -> list[str]:
     texts = []

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
@@ -34,10 +35,11 @@ class Scorer:
     self._run = jax.jit(
       lambda params, tokens_ABT: jax.lax.map(
         lambda tokens_BT: per_token(params, tokens_BT), tokens_ABT
-      )
+      ),
+      out_shardings=layout.replicated,
     )
 
   def __call__(self, params: Params, batch: Batch) -> np.ndarray:
     tokens = rows.pack(batch, {}, micro_rows=self._micro_rows)["tokens"]
     tokens = place({"tokens": tokens}, self._layout)["tokens"]
-    return rows.unpack(jax.device_get(self._run(params, tokens)), batch)
+    return rows.unpack(multihost.fetch(self._run(params, tokens)), batch)

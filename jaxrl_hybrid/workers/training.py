@@ -13,6 +13,7 @@ import optax
 
 from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 
@@ -56,7 +57,9 @@ class TrainState:
     self._prepare = jax.jit(
       layout.prepare, out_shardings=_shardings(layout.abstract_weights())
     )
-    self._gradients = jax.jit(_make_gradients(layout, loss_fn))
+    self._gradients = jax.jit(
+      _make_gradients(layout, loss_fn), out_shardings=(None, layout.train.replicated)
+    )
     self._apply = jax.jit(
       _make_apply(optimizer, clip_grad),
       donate_argnums=(0, 1),
@@ -87,13 +90,13 @@ class TrainState:
       self._params, self.opt_state, grads, metrics
     )
     self.updates += 1
-    return lambda: {k: float(v) for k, v in jax.device_get(metrics).items()}
+    return lambda: {k: float(v) for k, v in multihost.fetch(metrics).items()}
 
 
 def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
   """``[A, B, T]`` arrays onto the mesh, B split over the batch axes."""
   return {
-    name: jax.device_put(x, layout.sharding((None, "batch", None), x.shape))
+    name: multihost.put(x, layout.sharding((None, "batch", None), x.shape))
     for name, x in packed.items()
   }
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -19,6 +18,7 @@ from jaxrl_hybrid.models.hf import names
 from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.parallel import multihost
 
 MAX_SHARD_BYTES = 5 * 10**9
 KEPT_FILES = ("generation_config.json",)
@@ -36,6 +36,8 @@ def export_hf(
   max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
   """Writes config, weights, tokenizer and chat template; atomic.
+
+  All processes call it, process 0 writes. One tensor at a time is gathered.
 
   Args:
     params: training tree, any sharding; the vocabulary padding is dropped.
@@ -55,12 +57,17 @@ def export_hf(
   """
   out_dir = Path(out_dir).absolute()
   check_replaceable(out_dir)
-  partial = out_dir.with_name(out_dir.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
   dtype = jnp.dtype(
     dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
   )
+  if not multihost.is_primary():
+    for _ in _tensors(params, spec, dtype):
+      pass
+    multihost.barrier("export")
+    return out_dir
+  partial = out_dir.with_name(out_dir.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
   config = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
   config["dtype"] = dtype.name
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -73,6 +80,7 @@ def export_hf(
   if out_dir.exists():
     shutil.rmtree(out_dir)
   os.replace(partial, out_dir)
+  multihost.barrier("export")
   return out_dir
 
 
@@ -133,7 +141,7 @@ def _tensors(
   for leaf in names.leaves(spec, params):
     array = names.get(params, leaf.path)
     for i, name in enumerate(leaf.names):
-      tensor = np.asarray(jax.device_get(array[i] if leaf.stacked else array))
+      tensor = multihost.gather(array, i if leaf.stacked else None)
       if leaf.path[0] in ("embed", "lm_head"):
         tensor = tensor[: spec.vocab_size]
       tensor = tensor.T if leaf.transposed else tensor

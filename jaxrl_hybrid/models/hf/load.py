@@ -20,6 +20,7 @@ from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.hf import names
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.parallel import multihost
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -111,7 +112,8 @@ def load_params(
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
   if head == params_lib.VALUE:
     fresh = params_lib.init_value_head(spec)
-    params["value_head"] = jax.device_put(fresh, shardings["value_head"])
+    place = lambda x, sharding: multihost.put(np.asarray(x), sharding)
+    params["value_head"] = jax.tree.map(place, fresh, shardings["value_head"])
   return params
 
 
