@@ -32,6 +32,7 @@ from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
 from jaxrl_hybrid.workers.reference import Reference
+from jaxrl_hybrid.workers.stores import Offload
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
@@ -50,6 +51,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     make_optimizer(config.actor.optim, schedule),
     schedule,
     clip_grad=config.actor.optim.clip_grad,
+    where=_offload(config),
   )
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
@@ -158,6 +160,16 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
   )
 
 
+def _offload(config: ConfigDict, *, everything: bool = False) -> Offload:
+  section = config.offload
+  return Offload(
+    optimizer=section.optimizer or everything,
+    params=section.params or everything,
+    weights=everything,
+    layers_per_chunk=section.layers_per_chunk,
+  )
+
+
 def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSettings:
   actor = config.actor
   shared = {
@@ -188,6 +200,7 @@ def _reference(plan: Plan, decoder: Decoder, actor: Actor) -> Reference | None:
     temperature=config.rollout.temperature,
     chunk=config.model.logprob_chunk,
     micro_rows=plan.sizes.micro_sequences,
+    on_host=config.offload.reference,
   )
 
 
@@ -212,4 +225,5 @@ def _critic(plan: Plan, total_updates: int) -> Critic:
     make_optimizer(config.critic.optim, schedule),
     schedule,
     clip_grad=config.critic.optim.clip_grad,
+    where=_offload(config, everything=config.offload.critic),
   )

@@ -154,8 +154,8 @@ class Controller:
     """Restores the checkpoint of a step."""
     arrays, host = self.checkpoints.restore(step, self._arrays())
     for name, role in self._trained():
-      role.state.params = arrays[name]["params"]
-      role.state.opt_state = arrays[name]["opt_state"]
+      role.state.store.params = arrays[name]["params"]
+      role.state.store.opt_state = arrays[name]["opt_state"]
       role.state.updates = host["updates"][name]
     self.stream.restore(host["stream"])
     self.kl_controller.coef = host["kl_coef"]
@@ -168,7 +168,7 @@ class Controller:
 
   def _arrays(self) -> dict[str, Any]:
     return {
-      name: {"params": role.state.params, "opt_state": role.state.opt_state}
+      name: {"params": role.state.store.params, "opt_state": role.state.store.opt_state}
       for name, role in self._trained()
     }
 

@@ -147,17 +147,19 @@ class HybridEngine:
 
   def _digest_of_source(self, weights: Params) -> jax.Array:
     spec = self.source.spec
-    layers = jax.tree.map(lambda x: x[: spec.num_layers], weights["layers"])
-    layers = heads_lib.unpad_heads(layers, self.source.heads, spec.head_dim)
+    layers = weights["layers"]
+    rows = heads_lib.logical_rows(layers, self.source.heads, spec.head_dim)
+    found = digest.of_stack(layers, rows)[: spec.num_layers]
     outer = jax.tree.map(lambda x: x[None], _outside(weights))
-    return jnp.concatenate([digest.of_stack(layers), digest.of_stack(outer)])
+    return jnp.concatenate([found, digest.of_stack(outer)])
 
   def _digest_of_target(self, copy: Params) -> jax.Array:
     spec = self.source.spec
 
     def one(layer):
       stack = jax.tree.map(lambda x: x[None], layer)
-      return digest.of_stack(heads_lib.unpad_heads(stack, self._heads, spec.head_dim))
+      rows = heads_lib.logical_rows(stack, self._heads, spec.head_dim)
+      return digest.of_stack(stack, rows)
 
     outer = jax.tree.map(lambda x: x[None], _outside(copy))
     return jnp.concatenate([*map(one, copy["layers"]), digest.of_stack(outer)])

@@ -20,6 +20,7 @@ from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.generator import Generator
 from jaxrl_hybrid.workers.scoring import Scorer
+from jaxrl_hybrid.workers.stores import Offload
 from jaxrl_hybrid.workers.training import (
   Maxima,
   TrainState,
@@ -77,6 +78,7 @@ class Actor:
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
+    where: Offload = Offload(),
   ):
     self.state = TrainState(
       params,
@@ -84,6 +86,7 @@ class Actor:
       layout,
       _make_loss(decoder, settings),
       clip_grad=clip_grad,
+      where=where,
     )
     self._schedule = schedule
     self._generator = generator
