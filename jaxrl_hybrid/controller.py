@@ -89,6 +89,7 @@ class Controller:
     if self.algorithm.needs_greedy_baseline:
       with timers("gen_baseline"):
         batch = self.add_greedy_baseline(batch, prompts)
+    self.actor.release_generation_weights()
     if self._needs_old_log_probs(batch):
       with timers("old_log_prob"):
         batch = self.actor.compute_log_probs(batch)

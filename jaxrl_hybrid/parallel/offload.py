@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jaxrl_hybrid.parallel.abstract import is_abstract
+
 HOST, DEVICE = "pinned_host", "device"
 
 
@@ -31,4 +33,7 @@ def is_on_host(tree: Any) -> bool:
 
 def _move(tree: Any, kind: str) -> Any:
   shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
+  if is_abstract(tree):
+    moved = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(moved, tree, shardings)
   return jax.device_put(tree, shardings)

@@ -92,8 +92,7 @@ class Engine:
     Returns:
       ``Completions`` of ``len(prompts) * n`` rows.
     """
-    shards = self._layout.batch_shards
-    per_wave = round_up(max(1, min(self._max_rows // n, len(prompts))), shards)
+    per_wave = self.prompts_per_wave(len(prompts), n)
     width = bucket(max(len(p) for p in prompts))
     waves = []
     for start in range(0, len(prompts), per_wave):
@@ -113,6 +112,37 @@ class Engine:
     )
     used = int(lengths.max())
     return Completions(ids[:, :used], lengths, log_probs[:, :used], stopped)
+
+  def prompts_per_wave(self, prompts: int, n: int) -> int:
+    """How many prompts decode together, a multiple of the batch shards."""
+    wanted = max(1, min(self._max_rows // n, prompts))
+    return round_up(wanted, self._layout.batch_shards)
+
+  def lower(
+    self,
+    params: Params,
+    prompts: int,
+    width: int,
+    *,
+    n: int,
+    max_new: int,
+    sampling: Sampling,
+  ) -> jax.stages.Lowered:
+    """The program of one wave ahead of time; ``params`` may be shapes."""
+    rows = self.prompts_per_wave(prompts, n)
+    host = lambda shape, dtype: jax.ShapeDtypeStruct(
+      shape, dtype, sharding=self._layout.replicated
+    )
+    return self._wave.lower(
+      params,
+      host((rows, bucket(width)), np.int32),
+      host((rows,), np.int32),
+      host((rows,), np.uint32),
+      host((rows,), bool),
+      n=n,
+      max_new=max_new,
+      sampling=sampling,
+    )
 
   def _generate_wave(
     self,

@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MEMORY_FRACTION = "0.92"  # JAX's own default leaves a quarter of a GPU unused
 
 
 def setup(config: ConfigDict) -> None:
   """Chooses the platform, numerics and compile cache of this process."""
-  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+  os.environ.setdefault(MEMORY_VARIABLE, MEMORY_FRACTION)
   if config.mesh.fake_devices:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", config.mesh.fake_devices)

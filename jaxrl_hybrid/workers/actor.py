@@ -89,9 +89,9 @@ class Actor:
       where=where,
     )
     self._schedule = schedule
-    self._generator = generator
+    self.generator = generator
     self._settings = settings
-    self._log_probs = Scorer(
+    self.log_probs = Scorer(
       lambda params, tokens_BT: decoder.token_log_probs(
         params,
         tokens_BT,
@@ -106,11 +106,15 @@ class Actor:
     self, prompts: Sequence[Prompt], *, greedy: bool = False
   ) -> Batch:
     """n samples per prompt at the rollout settings, or one greedy completion."""
-    return self._generator.generate(self.state.weights, prompts, greedy=greedy)
+    return self.generator.generate(self.state.weights, prompts, greedy=greedy)
+
+  def release_generation_weights(self) -> None:
+    """Frees the generation copy; the next generation makes a new one."""
+    self.generator.drop_weights()
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``old_log_probs`` by the training forward pass, and their gap."""
-    old = self._log_probs(self.state.weights, batch)
+    old = self.log_probs(self.state.weights, batch)
     gap = np.abs(old - batch.rollout_log_probs)[batch.mask]
     metrics = (
       {GAP_MEAN: float(gap.mean()), GAP_MAX: float(gap.max())} if gap.size else {}
@@ -133,7 +137,7 @@ class Actor:
     for name in ("old_log_probs", "ref_log_probs"):
       if getattr(batch, name) is not None:
         columns[name] = getattr(batch, name)
-    self._generator.drop_weights()
+    self.release_generation_weights()
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
     for chosen in mini_batches(

@@ -57,11 +57,11 @@ class Critic:
     )
     self._schedule = schedule
     self._settings = settings
-    self._values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
+    self.values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
 
   def compute_values(self, batch: Batch) -> Batch:
     """Adds ``values``: index t is the value before response token t."""
-    values = self._values(self.state.weights, batch)
+    values = self.values(self.state.weights, batch)
     self.state.store.rest()
     return batch.with_fields(values=values)
 

@@ -35,8 +35,8 @@ class Reference:
     on_host: bool = False,
   ):
     self._on_host = on_host
-    self._weights = offload.to_host(weights) if on_host else weights
-    self._log_probs = Scorer(
+    self.weights = offload.to_host(weights) if on_host else weights
+    self.log_probs = Scorer(
       lambda params, tokens_BT: decoder.token_log_probs(
         params, tokens_BT, temperature=temperature, chunk=chunk
       )[0],
@@ -46,5 +46,5 @@ class Reference:
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``ref_log_probs``."""
-    weights = offload.to_device(self._weights) if self._on_host else self._weights
-    return batch.with_fields(ref_log_probs=self._log_probs(weights, batch))
+    weights = offload.to_device(self.weights) if self._on_host else self.weights
+    return batch.with_fields(ref_log_probs=self.log_probs(weights, batch))

@@ -19,7 +19,7 @@ import optax
 
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import offload
+from jaxrl_hybrid.parallel import abstract, offload
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 
@@ -47,9 +47,13 @@ class Offload:
 
 
 class Store(Protocol):
-  """Stored parameters, moments, and the weights made from them."""
+  """Stored parameters, moments, and the weights made from them.
+
+  ``weights`` are on the device; ``held_weights`` is where they are now.
+  """
 
   weights: Params
+  held_weights: Params
   params: Any
   opt_state: Any
 
@@ -61,6 +65,12 @@ class Store(Protocol):
 
   def rest(self) -> None:
     """Called after a phase: the weights are not needed for a while."""
+
+  def lower_update(self, grads: Params, metrics: Any) -> jax.stages.Lowered:
+    """The (largest) update program ahead of time."""
+
+  def visiting_bytes(self) -> int:
+    """Bytes per device of what an update brings from the host at a time."""
 
 
 class ResidentStore:
@@ -76,7 +86,8 @@ class ResidentStore:
     self._params = params
     self._weights: Params | None = None
     shardings = opt_shardings(optimizer, params, layout.train)
-    self.opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    init = jax.jit(optimizer.init, out_shardings=shardings)
+    self.opt_state = abstract.call(init, params)
     self._prepare = jax.jit(
       layout.prepare, out_shardings=shardings_of(layout.abstract_weights())
     )
@@ -99,7 +110,7 @@ class ResidentStore:
   def weights(self) -> Params:
     """What programs compute with, made once per update."""
     if self._weights is None:
-      self._weights = self._prepare(self._params)
+      self._weights = abstract.call(self._prepare, self._params)
     return self._weights
 
   def apply(self, grads: Params, metrics: dict[str, jax.Array]) -> None:
@@ -113,8 +124,21 @@ class ResidentStore:
     """The same as ``params``."""
     return self._params
 
+  @property
+  def held_weights(self) -> Params:
+    """Always on the device."""
+    return self.weights
+
   def rest(self) -> None:
     """Nothing: weights stay."""
+
+  def lower_update(self, grads: Params, metrics: Any) -> jax.stages.Lowered:
+    """The update ahead of time."""
+    return self.update.lower(self._params, self.opt_state, grads, metrics)
+
+  def visiting_bytes(self) -> int:
+    """Nothing visits."""
+    return 0
 
 
 class StreamedStore:
@@ -133,19 +157,22 @@ class StreamedStore:
   ):
     self._layout, self._where = layout, where
     self._groups = chunk_count(layout, where.layers_per_chunk)
-    abstract = layout.abstract_params()
-    stored = layout.stored.shardings(layout.axes, abstract)
-    self._split = jax.jit(self._chunk, static_argnums=1)
+    shapes = layout.abstract_params()
+    stored = layout.stored.shardings(layout.axes, shapes)
     self._merge = jax.jit(self._join, out_shardings=stored)
+    self._split_layers = jax.jit(
+      self._group, out_shardings=self._group_shardings(shapes["layers"])
+    )
     self._prepare = jax.jit(
       layout.prepare, out_shardings=shardings_of(layout.abstract_weights())
     )
-    self._weights = self._prepare(params)
+    self._weights = abstract.call(self._prepare, params)
     self._params, self._opt_state = [], []
     for i in range(self._groups + 1):
       chunk = self._split(params, i)
       shardings = opt_shardings(optimizer, chunk, layout.train)
-      moments = jax.jit(optimizer.init, out_shardings=shardings)(chunk)
+      init = jax.jit(optimizer.init, out_shardings=shardings)
+      moments = abstract.call(init, chunk)
       if i < 2:  # the layer groups are alike
         self._compile(i, chunk, shardings, optimizer, clip_grad)
       self._params.append(self._park(chunk, where.params))
@@ -238,6 +265,30 @@ class StreamedStore:
     """Stored parameters as one tree on the device; for export and evaluation."""
     return self._merge([offload.to_device(chunk) for chunk in self._params])
 
+  @property
+  def held_weights(self) -> Params:
+    """On the host or on the device."""
+    return self._weights
+
+  def lower_update(self, grads: Params, metrics: Any) -> jax.stages.Lowered:
+    """The update of one group of layers ahead of time."""
+    layers = self.weights["layers"]
+    return self.update_group.lower(
+      *self._fetch(1), layers, grads["layers"], metrics, jnp.int32(0)
+    )
+
+  def visiting_bytes(self) -> int:
+    """The largest chunk's share of what lives on the host."""
+    kinds = [(self._where.params, self._params), (self._where.optimizer, self._opt_state)]
+    return max(
+      sum(
+        abstract.device_bytes(chunks[i], memory_kind=offload.HOST)
+        for on_host, chunks in kinds
+        if on_host
+      )
+      for i in range(2)
+    )
+
   def _fetch(self, i: int) -> tuple[Params, Any]:
     """Chunk i on the device; its host copy stays until the new one is there."""
     params, opt_state = self._params[i], self._opt_state[i]
@@ -267,6 +318,10 @@ class StreamedStore:
 
     return jax.tree.map(take, layers, self._layout.axes["layers"])
 
+  def _group_shardings(self, layers: Any) -> Any:
+    shapes = jax.eval_shape(self._group, layers, jnp.int32(0))
+    return self._layout.stored.shardings(self._layout.axes["layers"], shapes)
+
   def _write(self, layers: Any, fresh: Any, j: jax.Array) -> Any:
     """Weights with group j replaced."""
 
@@ -277,11 +332,11 @@ class StreamedStore:
 
     return jax.tree.map(put, layers, fresh)
 
-  def _chunk(self, params: Params, i: int) -> Params:
+  def _split(self, params: Params, i: int) -> Params:
+    """Chunk i of the whole tree."""
     if i == 0:
-      axes = _outside(self._layout.axes)
-      return jax.tree.map(self._layout.stored.constrain, _outside(params), axes)
-    return self._group(params["layers"], jnp.int32(i - 1))
+      return _outside(params)
+    return abstract.call(self._split_layers, params["layers"], jnp.int32(i - 1))
 
   def _join(self, chunks: list[Params]) -> Params:
     def merge(*leaves):
@@ -312,11 +367,11 @@ def opt_shardings(
   optimizer: optax.GradientTransformation, params: Params, layout: Layout
 ) -> Any:
   """Moments are sharded like their parameters, counters replicated."""
-  abstract = jax.eval_shape(optimizer.init, params)
+  shapes = jax.eval_shape(optimizer.init, params)
   return optax.tree.map_params(
     optimizer,
     lambda _, p: p.sharding,
-    abstract,
+    shapes,
     params,
     transform_non_params=lambda _: layout.replicated,
   )

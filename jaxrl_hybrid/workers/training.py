@@ -16,7 +16,13 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
-from jaxrl_hybrid.workers.stores import Offload, ResidentStore, Store, StreamedStore
+from jaxrl_hybrid.workers.stores import (
+  Offload,
+  ResidentStore,
+  Store,
+  StreamedStore,
+  shardings_of,
+)
 
 # A metric is (sum, weight), reduced once over all micro-batches; weight 0 makes
 # it a plain sum.
@@ -67,6 +73,18 @@ class TrainState:
     """What programs compute with."""
     return self.store.weights
 
+  def lower(self, batch: dict[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+    """The gradient program ahead of time."""
+    return self.gradients.lower(self.store.weights, batch)
+
+  def gradient_shapes(self, batch: dict[str, jax.ShapeDtypeStruct]) -> Any:
+    """(gradients, metrics) of a batch as shapes with shardings."""
+    _, metrics = jax.eval_shape(self.gradients, self.store.weights, batch)
+    scalar = lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=self._layout.train.replicated
+    )
+    return self._layout.abstract_params(), jax.tree.map(scalar, metrics)
+
   def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics."""
     batch = place(packed, self._layout.train)
@@ -81,6 +99,17 @@ def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]
   return {
     name: multihost.put(x, layout.sharding((None, "batch", None), x.shape))
     for name, x in packed.items()
+  }
+
+
+def abstract_batch(
+  columns: dict[str, Any], shape: tuple[int, int, int], layout: Layout
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """What ``place`` returns for columns of these dtypes, as shapes."""
+  sharding = layout.sharding((None, "batch", None), shape)
+  return {
+    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    for name, dtype in columns.items()
   }
 
 
