@@ -33,25 +33,14 @@ from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
 from jaxrl_hybrid.workers.reference import Reference
+from jaxrl_hybrid.workers.stores import Offload
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
-  config, sizes, algorithm = plan.config, plan.sizes, make_algorithm(plan.config)
+  config, algorithm = plan.config, make_algorithm(plan.config)
   recorder = make_recorder(run_dir, config)
-  decoder = make_train_decoder(plan)
-  total = config.trainer.total_steps * sizes.updates_per_step
-  schedule = learning_rate(config.actor.optim, total)
-  actor = Actor(
-    decoder,
-    make_params(plan),
-    weight_layout(plan),
-    make_generator(plan),
-    _actor_settings(config, sizes),
-    make_optimizer(config.actor.optim, schedule),
-    schedule,
-    clip_grad=config.actor.optim.clip_grad,
-  )
+  actor = make_actor(plan, make_params(plan))
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   step = processes.broadcast(step)
@@ -60,8 +49,8 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     algorithm=algorithm,
     actor=actor,
     reward=plan.reward,
-    reference=_reference(plan, decoder, actor),
-    critic=_critic(plan, total) if algorithm.needs_critic else None,
+    reference=make_reference(plan, actor),
+    critic=_loaded_critic(plan) if algorithm.needs_critic else None,
     kl_controller=KLController(
       kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
     ),
@@ -76,6 +65,66 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     controller.resume(step)
   processes.on_primary(lambda: recorder.open(step))
   return controller
+
+
+def make_actor(plan: Plan, params: Params) -> Actor:
+  """The actor; ``params`` may be shapes, to compile without computing."""
+  config = plan.config
+  schedule = learning_rate(config.actor.optim, _total_updates(plan))
+  return Actor(
+    make_train_decoder(plan),
+    params,
+    weight_layout(plan),
+    make_generator(plan),
+    _actor_settings(config, plan.sizes),
+    make_optimizer(config.actor.optim, schedule),
+    schedule,
+    clip_grad=config.actor.optim.clip_grad,
+    where=_offload(config),
+  )
+
+
+def make_critic(plan: Plan, params: Params) -> Critic:
+  """The critic; ``params`` may be shapes."""
+  config, sizes = plan.config, plan.sizes
+  schedule = learning_rate(config.critic.optim, _total_updates(plan))
+  settings = CriticSettings(
+    cliprange_value=config.critic.cliprange_value,
+    loss_agg_mode=config.actor.loss_agg_mode,
+    loss_scale_factor=config.actor.loss_scale_factor,
+    ppo_epochs=config.actor.ppo_epochs,
+    mini_rows=sizes.mini_sequences,
+    micro_rows=sizes.micro_sequences,
+    seed=config.seed,
+  )
+  return Critic(
+    make_train_decoder(plan, params_lib.VALUE),
+    params,
+    weight_layout(plan, params_lib.VALUE),
+    settings,
+    make_optimizer(config.critic.optim, schedule),
+    schedule,
+    clip_grad=config.critic.optim.clip_grad,
+    where=_offload(config, everything=config.offload.critic),
+  )
+
+
+def make_reference(plan: Plan, actor: Actor) -> Reference | None:
+  """The reference policy, if the KL is used."""
+  config = plan.config
+  if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+    return None
+  if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+    logging.warning("the KL to the reference is both in the reward and in the loss")
+  return Reference(
+    make_train_decoder(plan),
+    actor.state.weights,
+    plan.train_layout,
+    temperature=config.rollout.temperature,
+    chunk=config.model.logprob_chunk,
+    micro_rows=plan.sizes.micro_sequences,
+    on_host=config.offload.reference,
+  )
 
 
 def weight_layout(plan: Plan, head: str = params_lib.LM) -> WeightLayout:
@@ -154,9 +203,24 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
   return Decoder(
     spec,
     dtype,
-    attention.choose(model.attention, dtype=dtype, head_dim=spec.head_dim),
+    attention.choose(
+      model.attention,
+      dtype=dtype,
+      head_dim=spec.head_dim,
+      platform=layout.mesh.devices.flat[0].platform,
+    ),
     layout.constrain,
     model.remat,
+  )
+
+
+def _offload(config: ConfigDict, *, everything: bool = False) -> Offload:
+  section = config.offload
+  return Offload(
+    optimizer=section.optimizer or everything,
+    params=section.params or everything,
+    weights=everything,
+    layers_per_chunk=section.layers_per_chunk,
   )
 
 
@@ -177,41 +241,10 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   )
 
 
-def _reference(plan: Plan, decoder: Decoder, actor: Actor) -> Reference | None:
-  config = plan.config
-  if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
-    return None
-  if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-    logging.warning("the KL to the reference is both in the reward and in the loss")
-  return Reference(
-    decoder,
-    actor.state.weights,
-    plan.train_layout,
-    temperature=config.rollout.temperature,
-    chunk=config.model.logprob_chunk,
-    micro_rows=plan.sizes.micro_sequences,
-  )
+def _loaded_critic(plan: Plan) -> Critic:
+  path = plan.config.critic.path or None
+  return make_critic(plan, make_params(plan, params_lib.VALUE, path))
 
 
-def _critic(plan: Plan, total_updates: int) -> Critic:
-  config, sizes = plan.config, plan.sizes
-  params = make_params(plan, params_lib.VALUE, config.critic.path or None)
-  schedule = learning_rate(config.critic.optim, total_updates)
-  settings = CriticSettings(
-    cliprange_value=config.critic.cliprange_value,
-    loss_agg_mode=config.actor.loss_agg_mode,
-    loss_scale_factor=config.actor.loss_scale_factor,
-    ppo_epochs=config.actor.ppo_epochs,
-    mini_rows=sizes.mini_sequences,
-    micro_rows=sizes.micro_sequences,
-    seed=config.seed,
-  )
-  return Critic(
-    make_train_decoder(plan, params_lib.VALUE),
-    params,
-    weight_layout(plan, params_lib.VALUE),
-    settings,
-    make_optimizer(config.critic.optim, schedule),
-    schedule,
-    clip_grad=config.critic.optim.clip_grad,
-  )
+def _total_updates(plan: Plan) -> int:
+  return plan.config.trainer.total_steps * plan.sizes.updates_per_step

@@ -50,6 +50,14 @@ def base() -> ConfigDict:
         fake_devices=0,  # n > 0: n CPU devices in all instead of real ones
         distributed="auto",  # auto | off: several processes (runtime/launch.py)
       ),
+      # What lives in pinned host memory between its uses.
+      offload=dict(
+        optimizer=False,  # moments of actor and critic
+        params=False,  # fp32 parameters of actor and critic
+        critic=False,  # all of the critic, its weights included
+        reference=False,
+        layers_per_chunk=1,  # of each stage, that an update has on the device
+      ),
       model=dict(
         path="",  # HF directory
         random=dict(),  # without a path: HF config fields of a random model
@@ -279,6 +287,7 @@ def _check_ranges(config: ConfigDict) -> None:
     "trainer.eval_max_prompts",
     "model.logprob_chunk",
     "mesh.pipeline_microbatches",
+    "offload.layers_per_chunk",
     "algorithm.kl_ctrl.horizon",
     "algorithm.kl_ctrl.target_kl",
   )

@@ -89,6 +89,7 @@ class Controller:
     if self.algorithm.needs_greedy_baseline:
       with timers("gen_baseline"):
         batch = self.add_greedy_baseline(batch, prompts)
+    self.actor.release_generation_weights()
     if self._needs_old_log_probs(batch):
       with timers("old_log_prob"):
         batch = self.actor.compute_log_probs(batch)
@@ -154,8 +155,8 @@ class Controller:
     """Restores the checkpoint of a step."""
     arrays, host = self.checkpoints.restore(step, self._arrays())
     for name, role in self._trained():
-      role.state.params = arrays[name]["params"]
-      role.state.opt_state = arrays[name]["opt_state"]
+      role.state.store.params = arrays[name]["params"]
+      role.state.store.opt_state = arrays[name]["opt_state"]
       role.state.updates = host["updates"][name]
     self.stream.restore(host["stream"])
     self.kl_controller.coef = host["kl_coef"]
@@ -168,7 +169,7 @@ class Controller:
 
   def _arrays(self) -> dict[str, Any]:
     return {
-      name: {"params": role.state.params, "opt_state": role.state.opt_state}
+      name: {"params": role.state.store.params, "opt_state": role.state.store.opt_state}
       for name, role in self._trained()
     }
 

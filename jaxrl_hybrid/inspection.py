@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -61,18 +62,24 @@ class Plan:
     return "\n".join(lines)
 
 
-def inspect(config: ConfigDict, *, training: bool = True) -> Plan:
+def inspect(
+  config: ConfigDict,
+  *,
+  training: bool = True,
+  devices: Sequence[jax.Device] | None = None,
+) -> Plan:
   """Checks config, model config, tokenizer, template, data and rewards.
 
   Args:
     config: a resolved config (``config.resolve``).
     training: whether the training data is read too.
+    devices: of the mesh; default: those of this process's backend.
 
   Raises:
     JaxrlError: whatever is wrong, before weights load.
   """
   sizes = config_lib.validate(config)
-  train_mesh = mesh_lib.train_mesh(config.mesh.train)
+  train_mesh = mesh_lib.train_mesh(config.mesh.train, devices)
   generation_mesh = mesh_lib.generation_mesh(train_mesh, config.mesh.generation)
   model = model_source.open_model(config.model)
   eos_ids = tokenizers.eos_ids(

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     controller.recorder.close()
   if config.trainer.export_hf:
     export_hf(
-      controller.actor.state.params,
+      controller.actor.state.store.whole_params(),
       plan.source.spec,
       run_dir / "hf",
       hf_config=plan.source.hf_config,

@@ -96,6 +96,21 @@ def unpad_heads(layers: dict, plan: HeadPlan, head_dim: int) -> dict:
   return _rearrange(layers, plan, pick)
 
 
+def logical_rows(layers: dict, plan: HeadPlan, head_dim: int) -> dict:
+  """For each leaf of stacked padded layers the model's index of every row.
+
+  Rows of absent heads, all zeros, get index 0.
+  """
+  rows = jax.tree.map(lambda x: np.arange(x.shape[1]), layers)
+  if not plan.pads_weights:
+    return rows
+  of_head = lambda source: (
+    np.maximum(source, 0)[:, None] * head_dim + np.arange(head_dim)
+  )
+  move = lambda _, n, source: of_head(source).reshape(-1)
+  return _rearrange(rows, plan, move)
+
+
 def _rearrange(
   layers: dict, plan: HeadPlan, move: Callable[[jax.Array, int, np.ndarray], jax.Array]
 ) -> dict:

@@ -99,15 +99,23 @@ _causal.defvjp(_causal_forward, _causal_backward)
 
 
 @functools.lru_cache
-def choose(requested: str, *, dtype: jnp.dtype, head_dim: int) -> str:
+def choose(
+  requested: str, *, dtype: jnp.dtype, head_dim: int, platform: str | None = None
+) -> str:
   """Resolves ``auto`` by a probe on the device, and logs what and why.
+
+  Args:
+    requested: one of ``IMPLEMENTATIONS``.
+    dtype: of the operands.
+    head_dim: A.
+    platform: of the devices; there is no probe if it is not this process's.
 
   Raises:
     ConfigError: cuDNN is asked for and does not work.
   """
   if requested == "xla":
     return requested
-  reason = _why_not_cudnn(dtype, head_dim)
+  reason = _why_not_cudnn(dtype, head_dim, platform or jax.default_backend())
   if requested == "cudnn" and reason:
     raise ConfigError(f"model.attention=cudnn does not work here: {reason}; use auto")
   choice = "xla" if reason else "cudnn"
@@ -115,13 +123,15 @@ def choose(requested: str, *, dtype: jnp.dtype, head_dim: int) -> str:
   return choice
 
 
-def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str:
-  if jax.default_backend() != "gpu":
-    return f"the backend is {jax.default_backend()}"
+def _why_not_cudnn(dtype: jnp.dtype, head_dim: int, platform: str) -> str:
+  if platform not in ("gpu", "cuda"):
+    return f"the platform is {platform}"
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
     return f"cuDNN has no {jnp.dtype(dtype).name}"
   if head_dim % 8:
     return f"head_dim {head_dim} is not a multiple of 8"
+  if jax.default_backend() != "gpu":
+    return ""  # compiled for a GPU that is not there
   try:
     _probe(dtype, head_dim)
   except Exception as error:  # whatever cuDNN says, the other path is right

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import digest, multihost
+from jaxrl_hybrid.parallel import abstract, digest, multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
 
@@ -35,7 +35,7 @@ class HybridEngine:
     """
     self.version = 0
     self.source, self.target = source, target
-    self._heads = plan_heads(source.spec, target.mesh)
+    self.heads = plan_heads(source.spec, target.mesh)
     self._expected: jax.Array | None = None
     self._found: jax.Array | None = None
     self.switch_outer = jax.jit(self._outer, out_shardings=self._outer_shardings())
@@ -58,16 +58,21 @@ class HybridEngine:
     The copy's checksum is on its way; ``verify`` waits for it.
     """
     self.version += 1
-    stages = [
-      self.switch_slot(weights["layers"], jnp.int32(j))
-      for j in range(self._layers_per_stage)
-    ]
-    by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
-    copy = self.switch_outer(_outside(weights))
-    copy["layers"] = by_stage[: self.source.spec.num_layers]
+    copy = self.copy(weights)
     self._expected = self._digest_source(weights)
     self._found = self._digest_target(copy)
     return copy, self.version
+
+  def copy(self, weights: Params) -> Params:
+    """The generation copy; ``weights`` may be shapes."""
+    layers = weights["layers"]
+    stages = [
+      abstract.call(self.switch_slot, layers, jnp.int32(j))
+      for j in range(self._layers_per_stage)
+    ]
+    by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
+    outer = abstract.call(self.switch_outer, _outside(weights))
+    return {**outer, "layers": by_stage[: self.source.spec.num_layers]}
 
   def verify(self) -> None:
     """Compares the checksums of both sides of the last switch.
@@ -111,7 +116,7 @@ class HybridEngine:
     axes = jax.tree.map(
       lambda names: (None, *names), self._layer_axes, is_leaf=_is_axes
     )
-    if self._heads != self.source.heads:
+    if self.heads != self.source.heads:
       # Other heads sit on other devices: the rows are arranged anew, unsharded.
       axes["attn"] = jax.tree.map(
         lambda names: (None,) * len(names), axes["attn"], is_leaf=_is_axes
@@ -119,11 +124,11 @@ class HybridEngine:
     return jax.tree.map(self.target.constrain, taken, axes)
 
   def _pad_heads(self, taken: Any) -> Any:
-    if self._heads == self.source.heads:
+    if self.heads == self.source.heads:
       return taken
     spec = self.source.spec
     taken = heads_lib.unpad_heads(taken, self.source.heads, spec.head_dim)
-    return heads_lib.pad_heads(taken, self._heads, spec.head_dim)
+    return heads_lib.pad_heads(taken, self.heads, spec.head_dim)
 
   def _outer(self, outside: Params) -> Params:
     return jax.tree.map(self.target.constrain, outside, self._outer_axes)
@@ -147,17 +152,19 @@ class HybridEngine:
 
   def _digest_of_source(self, weights: Params) -> jax.Array:
     spec = self.source.spec
-    layers = jax.tree.map(lambda x: x[: spec.num_layers], weights["layers"])
-    layers = heads_lib.unpad_heads(layers, self.source.heads, spec.head_dim)
+    layers = weights["layers"]
+    rows = heads_lib.logical_rows(layers, self.source.heads, spec.head_dim)
+    found = digest.of_stack(layers, rows)[: spec.num_layers]
     outer = jax.tree.map(lambda x: x[None], _outside(weights))
-    return jnp.concatenate([digest.of_stack(layers), digest.of_stack(outer)])
+    return jnp.concatenate([found, digest.of_stack(outer)])
 
   def _digest_of_target(self, copy: Params) -> jax.Array:
     spec = self.source.spec
 
     def one(layer):
       stack = jax.tree.map(lambda x: x[None], layer)
-      return digest.of_stack(heads_lib.unpad_heads(stack, self._heads, spec.head_dim))
+      rows = heads_lib.logical_rows(stack, self.heads, spec.head_dim)
+      return digest.of_stack(stack, rows)
 
     outer = jax.tree.map(lambda x: x[None], _outside(copy))
     return jnp.concatenate([*map(one, copy["layers"]), digest.of_stack(outer)])

@@ -9,6 +9,7 @@ shard lies inside its generation shard (HybridFlow §5, arXiv:2409.19256).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -19,14 +20,21 @@ from jaxrl_hybrid.errors import ConfigError
 MICRO_DP = ("micro_dp_pp", "micro_dp_tp")
 
 
-def train_mesh(shape: tuple[int, int, int]) -> Mesh:
+def train_mesh(
+  shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
   """Mesh of ``(pp, tp, dp)`` over the first pp*tp*dp devices.
+
+  Args:
+    shape: (pp, tp, dp).
+    devices: default: those of this process's backend.
 
   Raises:
     ConfigError: there are fewer devices than that, or several processes with more.
   """
   pp, tp, dp = shape
-  needed, devices = math.prod(shape), jax.devices()
+  needed = math.prod(shape)
+  devices = jax.devices() if devices is None else list(devices)
   if len(devices) < needed:
     raise ConfigError(
       f"mesh.train=(pp, tp, dp)={tuple(shape)} needs {needed} devices, got "

@@ -91,13 +91,24 @@ class WeightLayout:
 
   def abstract_weights(self) -> Params:
     """Shapes, dtypes and shardings of the weights."""
-    shapes = jax.eval_shape(self._convert, self.abstract_params())
+    shapes = jax.eval_shape(self.prepare, self.abstract_params())
     return _with_shardings(shapes, self.placed.shardings(self.axes, shapes))
 
   def prepare(self, params: Params) -> Params:
     """Stored parameters -> weights; call it inside a program."""
-    weights = self._convert(params)
-    return self._constrain(weights, self.placed)
+    layers = self.prepare_layers(params["layers"])
+    return {**self.prepare_outer(params), "layers": layers}
+
+  def prepare_layers(self, layers: Params) -> Params:
+    """Stored layers, all or some of every stage -> weights."""
+    axes = self.axes["layers"]
+    return jax.tree.map(self.placed.constrain, self._convert_layers(layers), axes)
+
+  def prepare_outer(self, params: Params) -> Params:
+    """What is stored outside of the layers -> weights."""
+    outer = {name: leaf for name, leaf in params.items() if name != "layers"}
+    outer = params_lib.compute_copy(outer, self.dtype)
+    return jax.tree.map(self.placed.constrain, outer, {k: self.axes[k] for k in outer})
 
   def trainable(self, weights: Params, slots: Params) -> Params:
     """Weights whose gradient is that of ``slots``, fp32 zeros of their shapes."""
@@ -137,7 +148,12 @@ class WeightLayout:
 
   def strip(self, grads: Params) -> Params:
     """Gradients of the weights -> of the stored parameters."""
-    layers = jax.tree.map(lambda x: x[: self.spec.num_layers], grads["layers"])
+    layers = grads["layers"]
+    if self.heads.pads_weights:
+      layers = {**layers, "attn": jax.tree.map(self._gather, layers["attn"])}
+    if self.padded_layers != self.spec.num_layers:
+      cut = lambda x: self._gather(x)[: self.spec.num_layers]
+      layers = jax.tree.map(cut, layers)
     layers = heads_lib.unpad_heads(layers, self.heads, self.spec.head_dim)
     return self._constrain({**grads, "layers": layers}, self.stored)
 
@@ -146,14 +162,24 @@ class WeightLayout:
     """Layout of gradients of the weights' shapes."""
     return Layout(self.train.mesh, rules.stored_rules(divisible_layers=True))
 
-  def _convert(self, params: Params) -> Params:
-    params = params_lib.compute_copy(params, self.dtype)
-    layers = heads_lib.pad_heads(params["layers"], self.heads, self.spec.head_dim)
-    missing = self.padded_layers - self.spec.num_layers
+  def _convert_layers(self, layers: Params) -> Params:
+    layers = params_lib.compute_copy({"layers": layers}, self.dtype)["layers"]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    missing = -count % self.stages
     if missing:
       pad = lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-      layers = jax.tree.map(pad, layers)
-    return {**params, "layers": layers}
+      layers = jax.tree.map(lambda x: pad(self._gather(x)), layers)
+    if self.heads.pads_weights:
+      layers = {**layers, "attn": jax.tree.map(self._gather, layers["attn"])}
+    return heads_lib.pad_heads(layers, self.heads, self.spec.head_dim)
+
+  def _gather(self, x: jax.Array) -> jax.Array:
+    """Unsharded: for the rare arrays whose rows move to other devices.
+
+    XLA would find many small collectives instead, which can also deadlock on a
+    CPU with few threads.
+    """
+    return jax.lax.with_sharding_constraint(x, self.train.replicated)
 
   def _constrain(self, tree: Params, layout: Layout) -> Params:
     return jax.tree.map(layout.constrain, tree, self.axes)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
@@ -95,8 +96,7 @@ class Engine:
     Returns:
       ``Completions`` of ``len(prompts) * n`` rows.
     """
-    shards = self._layout.batch_shards
-    per_wave = round_up(max(1, min(self._max_rows // n, len(prompts))), shards)
+    per_wave = self.prompts_per_wave(len(prompts), n)
     width = bucket(max(len(p) for p in prompts))
     waves = []
     for start in range(0, len(prompts), per_wave):
@@ -105,7 +105,8 @@ class Engine:
       draws = np.zeros((per_wave,), np.uint32)
       draws[: len(draw_ids[chunk])] = np.asarray(draw_ids[chunk], np.uint32)
       real = np.arange(per_wave) < len(prompts[chunk])
-      rows = [self._place(x) for x in (tokens, lengths, draws, real)]
+      host = (tokens, lengths, draws, real)
+      rows = [multihost.put(x, self._rows_sharding(x.shape)) for x in host]
       waves.append(self._wave(params, *rows, n=n, max_new=max_new, sampling=sampling))
     ids, lengths, log_probs, stopped = (
       np.concatenate(parts)[: len(prompts) * n]
@@ -114,10 +115,40 @@ class Engine:
     used = int(lengths.max())
     return Completions(ids[:, :used], lengths, log_probs[:, :used], stopped)
 
-  def _place(self, x: np.ndarray) -> jax.Array:
-    """``[U, ...]`` onto the mesh, U split over the batch axes."""
-    axes = ("batch", None)[: x.ndim]
-    return multihost.put(x, self._layout.sharding(axes, x.shape))
+  def _rows_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+    """Of ``[U, ...]``, U split over the batch axes."""
+    return self._layout.sharding(("batch", None)[: len(shape)], shape)
+
+  def prompts_per_wave(self, prompts: int, n: int) -> int:
+    """How many prompts decode together, a multiple of the batch shards."""
+    wanted = max(1, min(self._max_rows // n, prompts))
+    return round_up(wanted, self._layout.batch_shards)
+
+  def lower(
+    self,
+    params: Params,
+    prompts: int,
+    width: int,
+    *,
+    n: int,
+    max_new: int,
+    sampling: Sampling,
+  ) -> jax.stages.Lowered:
+    """The program of one wave ahead of time; ``params`` may be shapes."""
+    rows = self.prompts_per_wave(prompts, n)
+    shapes = ((rows, bucket(width)), np.int32), ((rows,), np.int32)
+    shapes += ((rows,), np.uint32), ((rows,), bool)
+    host = [
+      jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows_sharding(shape))
+      for shape, dtype in shapes
+    ]
+    return self._wave.lower(
+      params,
+      *host,
+      n=n,
+      max_new=max_new,
+      sampling=sampling,
+    )
 
   def _generate_wave(
     self,

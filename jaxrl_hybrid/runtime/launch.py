@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.parallel.multihost import is_primary
 
+MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MEMORY_FRACTION = "0.92"  # JAX's own default leaves a quarter of a GPU unused
 COORDINATOR, COUNT, INDEX = (
   "JAXRL_COORDINATOR",
@@ -60,7 +61,7 @@ def setup(config: ConfigDict) -> None:
   Raises:
     ConfigError: the environment describes no proper group, or nobody answers.
   """
-  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+  os.environ.setdefault(MEMORY_VARIABLE, MEMORY_FRACTION)
   group = find_group(os.environ) if config.mesh.distributed == "auto" else None
   if config.mesh.fake_devices:
     jax.config.update("jax_platforms", "cpu")

@@ -20,6 +20,7 @@ from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.generator import Generator
 from jaxrl_hybrid.workers.scoring import Scorer
+from jaxrl_hybrid.workers.stores import Offload
 from jaxrl_hybrid.workers.training import (
   Maxima,
   TrainState,
@@ -77,6 +78,7 @@ class Actor:
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
+    where: Offload = Offload(),
   ):
     self.state = TrainState(
       params,
@@ -84,11 +86,12 @@ class Actor:
       layout,
       _make_loss(decoder, settings),
       clip_grad=clip_grad,
+      where=where,
     )
     self._schedule = schedule
-    self._generator = generator
+    self.generator = generator
     self._settings = settings
-    self._log_probs = Scorer(
+    self.log_probs = Scorer(
       lambda params, tokens_BT: decoder.token_log_probs(
         params,
         tokens_BT,
@@ -103,11 +106,15 @@ class Actor:
     self, prompts: Sequence[Prompt], *, greedy: bool = False
   ) -> Batch:
     """n samples per prompt at the rollout settings, or one greedy completion."""
-    return self._generator.generate(self.state.weights, prompts, greedy=greedy)
+    return self.generator.generate(self.state.weights, prompts, greedy=greedy)
+
+  def release_generation_weights(self) -> None:
+    """Frees the generation copy; the next generation makes a new one."""
+    self.generator.drop_weights()
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``old_log_probs`` by the training forward pass, and their gap."""
-    old = self._log_probs(self.state.weights, batch)
+    old = self.log_probs(self.state.weights, batch)
     gap = np.abs(old - batch.rollout_log_probs)[batch.mask]
     metrics = (
       {GAP_MEAN: float(gap.mean()), GAP_MAX: float(gap.max())} if gap.size else {}
@@ -130,7 +137,7 @@ class Actor:
     for name in ("old_log_probs", "ref_log_probs"):
       if getattr(batch, name) is not None:
         columns[name] = getattr(batch, name)
-    self._generator.drop_weights()
+    self.release_generation_weights()
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
     for chosen in mini_batches(

@@ -15,6 +15,7 @@ from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.scoring import Scorer
+from jaxrl_hybrid.workers.stores import Offload
 from jaxrl_hybrid.workers.training import TrainState, masked, mini_batches, summarize
 
 
@@ -44,6 +45,7 @@ class Critic:
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
+    where: Offload = Offload(),
   ):
     self.state = TrainState(
       params,
@@ -51,14 +53,17 @@ class Critic:
       layout,
       _make_loss(decoder, settings),
       clip_grad=clip_grad,
+      where=where,
     )
     self._schedule = schedule
     self._settings = settings
-    self._values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
+    self.values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
 
   def compute_values(self, batch: Batch) -> Batch:
     """Adds ``values``: index t is the value before response token t."""
-    return batch.with_fields(values=self._values(self.state.weights, batch))
+    values = self.values(self.state.weights, batch)
+    self.state.store.rest()
+    return batch.with_fields(values=values)
 
   def update(self, batch: Batch) -> dict[str, float]:
     """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""
@@ -74,6 +79,7 @@ class Critic:
       packed = rows.pack(batch.select(chosen), columns, micro_rows=settings.micro_rows)
       pending.append(self.state.step(packed))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
+    self.state.store.rest()
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 

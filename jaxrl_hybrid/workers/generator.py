@@ -33,8 +33,8 @@ class Generator:
   """The layout switch, the engine, and the weights that it currently holds."""
 
   def __init__(self, switch: HybridEngine, engine: Engine, settings: RolloutSettings):
-    self._switch, self._engine = switch, engine
-    self._settings = settings
+    self.switch, self.engine = switch, engine
+    self.settings = settings
     self._weights: Params | None = None
 
   def drop_weights(self) -> None:
@@ -52,11 +52,11 @@ class Generator:
       prompts: one per draw.
       greedy: temperature 0 and n = 1.
     """
-    settings = self._settings
+    settings = self.settings
     n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
     if self._weights is None:
-      self._weights, _ = self._switch.to_generation(weights)
-    out = self._engine.generate(
+      self._weights, _ = self.switch.to_generation(weights)
+    out = self.engine.generate(
       self._weights,
       [p.ids for p in prompts],
       [p.draw_id for p in prompts],
@@ -64,7 +64,7 @@ class Generator:
       max_new=settings.max_new,
       sampling=sampling,
     )
-    self._switch.verify()
+    self.switch.verify()
     loss_mask = None
     if settings.mask_truncated:
       loss_mask = np.broadcast_to(out.stopped[:, None], out.ids.shape)
@@ -75,6 +75,6 @@ class Generator:
       response_lengths=out.lengths,
       finish_reasons=[STOP if stopped else LENGTH for stopped in out.stopped],
       rollout_log_probs=out.log_probs,
-      weight_version=self._switch.version,
+      weight_version=self.switch.version,
       loss_mask=loss_mask,
     )

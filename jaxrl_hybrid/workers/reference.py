@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import offload
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers.scoring import Scorer
@@ -19,6 +20,7 @@ class Reference:
     temperature: of the log-probs, the rollout's.
     chunk: positions whose logits exist at a time.
     micro_rows: rows per micro-batch, over all batch shards.
+    on_host: keep the weights in host memory between uses.
   """
 
   def __init__(
@@ -30,9 +32,11 @@ class Reference:
     temperature: float,
     chunk: int,
     micro_rows: int,
+    on_host: bool = False,
   ):
-    self._weights = weights
-    self._log_probs = Scorer(
+    self._on_host = on_host
+    self.weights = offload.to_host(weights) if on_host else weights
+    self.log_probs = Scorer(
       lambda params, tokens_BT: decoder.token_log_probs(
         params, tokens_BT, temperature=temperature, chunk=chunk
       )[0],
@@ -42,4 +46,5 @@ class Reference:
 
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``ref_log_probs``."""
-    return batch.with_fields(ref_log_probs=self._log_probs(self._weights, batch))
+    weights = offload.to_device(self.weights) if self._on_host else self.weights
+    return batch.with_fields(ref_log_probs=self.log_probs(weights, batch))

@@ -26,9 +26,9 @@ def pack(
     ``tokens`` int32, ``mask`` bool (tokens in the loss) and the columns, 0
     where there is no response token.
   """
-  rows = round_up(len(batch), micro_rows)
   totals = batch.prompt_lengths + batch.response_lengths
-  length = bucket(int(totals.max()))
+  shape = packed_shape(len(batch), int(totals.max()), micro_rows=micro_rows)
+  rows, length = shape[0] * shape[1], shape[2]
   tokens = np.zeros((rows, length), np.int32)
   for i, prompt in enumerate(batch.prompts):
     tokens[i, : len(prompt.ids)] = prompt.ids
@@ -38,7 +38,15 @@ def pack(
   for name, column in {"mask": batch.mask, **columns}.items():
     packed[name] = np.zeros((rows, length), column.dtype)
     packed[name][target] = column[source]
-  return {name: x.reshape(-1, micro_rows, length) for name, x in packed.items()}
+  return {name: x.reshape(shape) for name, x in packed.items()}
+
+
+def packed_shape(
+  sequences: int, length: int, *, micro_rows: int
+) -> tuple[int, int, int]:
+  """(A, B, T) for so many sequences of at most ``length`` tokens."""
+  rows = round_up(sequences, micro_rows)
+  return rows // micro_rows, micro_rows, bucket(length)
 
 
 def unpack(packed_ABT: np.ndarray, batch: Batch) -> np.ndarray:

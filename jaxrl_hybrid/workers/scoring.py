@@ -12,7 +12,7 @@ from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
-from jaxrl_hybrid.workers.training import place
+from jaxrl_hybrid.workers.training import abstract_batch, place
 
 
 class Scorer:
@@ -38,6 +38,12 @@ class Scorer:
       ),
       out_shardings=layout.replicated,
     )
+
+  def lower(self, params: Params, sequences: int, length: int) -> jax.stages.Lowered:
+    """The program for so many rows, ahead of time; ``params`` may be shapes."""
+    shape = rows.packed_shape(sequences, length, micro_rows=self._micro_rows)
+    tokens = abstract_batch({"tokens": np.int32}, shape, self._layout)["tokens"]
+    return self._run.lower(params, tokens)
 
   def __call__(self, params: Params, batch: Batch) -> np.ndarray:
     tokens = rows.pack(batch, {}, micro_rows=self._micro_rows)["tokens"]

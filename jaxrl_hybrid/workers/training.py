@@ -16,6 +16,13 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
+from jaxrl_hybrid.workers.stores import (
+  Offload,
+  ResidentStore,
+  Store,
+  StreamedStore,
+  shardings_of,
+)
 
 # A metric is (sum, weight), reduced once over all micro-batches; weight 0 makes
 # it a plain sum.
@@ -26,7 +33,7 @@ LossFn = Callable[[Params, dict, reduce.Totals], tuple[jax.Array, tuple[Means, M
 
 
 class TrainState:
-  """fp32 parameters, their optimizer state, and the weights made from them.
+  """A trained model: its gradient program and the store of its parameters.
 
   ``updates`` counts the optimizer steps.
   """
@@ -39,6 +46,7 @@ class TrainState:
     loss_fn: LossFn,
     *,
     clip_grad: float = math.inf,
+    where: Offload = Offload(),
   ):
     """
     Args:
@@ -47,48 +55,41 @@ class TrainState:
       layout: of parameters and weights.
       loss_fn: of the weights.
       clip_grad: largest global norm of a gradient.
+      where: what lives in host memory.
     """
-    self._params = params
     self.updates = 0
     self._layout = layout
-    self._weights: Params | None = None
-    shardings = _opt_shardings(optimizer, params, layout.train)
-    self.opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    self._prepare = jax.jit(
-      layout.prepare, out_shardings=_shardings(layout.abstract_weights())
-    )
-    self._gradients = jax.jit(
+    self.gradients = jax.jit(
       _make_gradients(layout, loss_fn), out_shardings=(None, layout.train.replicated)
     )
-    self._apply = jax.jit(
-      _make_apply(optimizer, clip_grad),
-      donate_argnums=(0, 1),
-      out_shardings=(_shardings(params), shardings),
-    )
-
-  @property
-  def params(self) -> Params:
-    """Stored parameters."""
-    return self._params
-
-  @params.setter
-  def params(self, params: Params) -> None:
-    self._params, self._weights = params, None
+    self.store: Store
+    if where.streams:
+      self.store = StreamedStore(params, optimizer, layout, clip_grad, where)
+    else:
+      self.store = ResidentStore(params, optimizer, layout, clip_grad)
 
   @property
   def weights(self) -> Params:
-    """What programs compute with, made once per update."""
-    if self._weights is None:
-      self._weights = self._prepare(self._params)
-    return self._weights
+    """What programs compute with."""
+    return self.store.weights
+
+  def lower(self, batch: dict[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+    """The gradient program ahead of time."""
+    return self.gradients.lower(self.store.weights, batch)
+
+  def gradient_shapes(self, batch: dict[str, jax.ShapeDtypeStruct]) -> Any:
+    """(gradients, metrics) of a batch as shapes with shardings."""
+    _, metrics = jax.eval_shape(self.gradients, self.store.weights, batch)
+    scalar = lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=self._layout.train.replicated
+    )
+    return self._layout.abstract_params(), jax.tree.map(scalar, metrics)
 
   def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics."""
     batch = place(packed, self._layout.train)
-    grads, metrics = self._gradients(self.weights, batch)
-    self.params, self.opt_state = self._apply(
-      self._params, self.opt_state, grads, metrics
-    )
+    grads, metrics = self.gradients(self.store.weights, batch)
+    self.store.apply(grads, metrics)
     self.updates += 1
     return lambda: {k: float(v) for k, v in multihost.fetch(metrics).items()}
 
@@ -98,6 +99,17 @@ def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]
   return {
     name: multihost.put(x, layout.sharding((None, "batch", None), x.shape))
     for name, x in packed.items()
+  }
+
+
+def abstract_batch(
+  columns: dict[str, Any], shape: tuple[int, int, int], layout: Layout
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """What ``place`` returns for columns of these dtypes, as shapes."""
+  sharding = layout.sharding((None, "batch", None), shape)
+  return {
+    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    for name, dtype in columns.items()
   }
 
 
@@ -160,33 +172,3 @@ def _make_gradients(layout: WeightLayout, loss_fn: LossFn) -> Any:
     return grads, metrics | {"skipped_updates": ~finite}
 
   return gradients
-
-
-def _make_apply(optimizer: optax.GradientTransformation, clip_grad: float) -> Any:
-  """An update; one whose loss or gradient is not finite changes nothing."""
-
-  def apply(params: Params, opt_state: Any, grads: Params, metrics: dict) -> Any:
-    clip = jnp.minimum(1.0, clip_grad / jnp.maximum(metrics["grad_norm"], 1e-30))
-    grads = jax.tree.map(lambda g: g * clip, grads)
-    updates, new_state = optimizer.update(grads, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
-    keep = lambda new, old: jnp.where(metrics["skipped_updates"], old, new)
-    return jax.tree.map(keep, (new_params, new_state), (params, opt_state))
-
-  return apply
-
-
-def _shardings(tree: Any) -> Any:
-  return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def _opt_shardings(optimizer, params: Params, layout: Layout) -> Any:
-  """Moments are sharded like their parameters, counters replicated."""
-  abstract = jax.eval_shape(optimizer.init, params)
-  return optax.tree.map_params(
-    optimizer,
-    lambda _, p: p.sharding,
-    abstract,
-    params,
-    transform_non_params=lambda _: layout.replicated,
-  )

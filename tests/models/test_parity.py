@@ -1,5 +1,7 @@
 """Logits, export and cached decoding against transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,32 +9,54 @@ import pytest
 from oracle import FAMILIES, torch_model
 
 from jaxrl_hybrid.models import decoder
-from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models import spec as spec_lib
 from jaxrl_hybrid.models.hf import export, load
-from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import weights as weights_lib
 
 
-def build(directory, mesh_shape=(1, 1, 1)):
-  """(decoder, params, layout) of an HF directory, fp32."""
+def build(directory, mesh=(1, 1, 1)):
+  """(decoder, stored parameters, their layout) of an HF directory, fp32."""
   spec = spec_lib.spec_from_hf(spec_lib.load_hf_config(directory))
-  layout = rules.Layout(mesh_lib.train_mesh(mesh_shape), rules.TRAIN)
-  model = decoder.Decoder(spec, jnp.float32, "xla", layout.constrain)
-  vocab = spec.padded_vocab(mesh_shape[1])
-  shardings = layout.shardings(params_lib.logical_axes(spec))
-  return model, load.load_params(directory, spec, shardings, vocab=vocab), layout
+  train = weights_lib.train_layout(
+    spec, mesh_lib.train_mesh(mesh), sequence_parallel=False
+  )
+  layout = weights_lib.WeightLayout(spec, train, jnp.dtype(jnp.float32))
+  model = decoder.Decoder(
+    spec,
+    jnp.float32,
+    "xla",
+    train.constrain,
+    heads=layout.heads,
+    use=layout.use,
+    stages=layout.stages,
+  )
+  shardings = jax.tree.map(lambda x: x.sharding, layout.abstract_params())
+  params = load.load_params(directory, spec, shardings, vocab=layout.vocab)
+  return model, params, layout
 
 
-def logits_of(model, params, tokens):
+def logits_of(model, params, layout, tokens):
   """fp32 logits of the un-padded vocabulary."""
 
   def run(params, tokens):
-    hidden = model.hidden(params, tokens)
-    flat = model.logits(params, hidden.reshape(-1, hidden.shape[-1]))
+    weights = layout.prepare(params)
+    hidden = model.hidden(weights, tokens)
+    flat = model.logits(weights, hidden.reshape(-1, hidden.shape[-1]))
     return flat.reshape(*tokens.shape, -1)[..., : model.spec.vocab_size]
 
   return np.asarray(jax.jit(run)(params, tokens))
+
+
+def assert_logits_equal(theirs, built, tokens):
+  expected = hf_logits(theirs, tokens)
+  got = logits_of(*built, tokens)
+  assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def random_tokens(*shape, seed=0):
+  return np.random.default_rng(seed).integers(0, 131, shape).astype(np.int32)
 
 
 def hf_logits(model, tokens):
@@ -45,45 +69,64 @@ def hf_logits(model, tokens):
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_logits_equal_transformers(name, tmp_path):
   theirs = torch_model(name, tmp_path)
-  model, params, _ = build(tmp_path)
   # 200 positions: past the original context of the scaled ropes (64).
-  tokens = np.random.default_rng(0).integers(0, 131, (2, 200)).astype(np.int32)
-  expected = hf_logits(theirs, tokens)
-  got = logits_of(model, params, tokens)
-  assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+  assert_logits_equal(theirs, build(tmp_path), random_tokens(2, 200))
 
 
 def test_llama3_scaling_matters_at_long_positions_only(tmp_path):
   theirs = torch_model("llama3_rope", tmp_path)
-  model, params, _ = build(tmp_path)
-  plain = decoder.Decoder(
-    spec_lib.dataclasses.replace(model.spec, rope=spec_lib.RopeSpec(5e5)),
-    jnp.float32,
-    "xla",
-    model.constrain,
-  )
-  tokens = np.random.default_rng(0).integers(0, 131, (1, 200)).astype(np.int32)
+  model, params, layout = build(tmp_path)
+  spec = dataclasses.replace(model.spec, rope=spec_lib.RopeSpec(5e5))
+  plain = dataclasses.replace(model, spec=spec)
+  tokens = random_tokens(1, 200)
   expected = hf_logits(theirs, tokens)
-  gap = np.abs(logits_of(plain, params, tokens) - expected).max((0, 2))
+  gap = np.abs(logits_of(plain, params, layout, tokens) - expected).max((0, 2))
   assert gap[0] < 1e-4 and gap[150:].max() > 1e-2
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 2, 2), (1, 4, 1)])
-def test_logits_on_a_mesh_with_padded_vocab(mesh_shape, tmp_path):
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (1, 4, 1), (3, 2, 2)])
+def test_logits_on_a_mesh_with_padded_vocab(mesh, tmp_path):
   theirs = torch_model("qwen2", tmp_path, num_key_value_heads=4)
-  model, params, _ = build(tmp_path, mesh_shape)
-  assert params["embed"]["kernel"].shape[0] == 192
-  tokens = np.random.default_rng(0).integers(0, 131, (4, 24)).astype(np.int32)
-  expected = hf_logits(theirs, tokens)
-  got = logits_of(model, params, tokens)
-  assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+  built = build(tmp_path, mesh)
+  assert built[1]["embed"]["kernel"].shape[0] == 192
+  assert_logits_equal(theirs, built, random_tokens(4, 24))
+
+
+# 9 query and 3 key/value heads as in SmolLM2, 14 and 2 as in Qwen2.5-0.5B.
+NINE = (
+  "llama_bias",
+  dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+)
+FOURTEEN = ("qwen2", dict(hidden_size=112, num_attention_heads=14))
+THREE_LAYERS = ("qwen3", {})
+
+
+@pytest.mark.parametrize(
+  "model,mesh",
+  [
+    (NINE, (1, 2, 1)),
+    (NINE, (1, 4, 2)),
+    (NINE, (1, 8, 1)),
+    (FOURTEEN, (1, 4, 1)),
+    (FOURTEEN, (1, 8, 2)),
+    (THREE_LAYERS, (2, 1, 1)),
+    (THREE_LAYERS, (4, 2, 2)),
+    (NINE, (2, 4, 2)),
+  ],
+  ids=str,
+)
+def test_logits_on_a_mesh_that_divides_neither_heads_nor_layers(model, mesh, tmp_path):
+  theirs = torch_model(model[0], tmp_path, **model[1])
+  assert_logits_equal(theirs, build(tmp_path, mesh), random_tokens(4, 24))
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_bias"])
 @pytest.mark.parametrize("shard_bytes", [export.MAX_SHARD_BYTES, 40_000])
 def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
   theirs = torch_model(name, tmp_path / "in")
-  model, params, _ = build(tmp_path / "in", (1, 2, 1) if name == "qwen2" else (1, 1, 1))
+  # 4 and 2 heads on tp = 8, 3 layers on pp = 2.
+  mesh = (2, 8, 1) if name == "qwen2" else (1, 1, 1)
+  model, params, _ = build(tmp_path / "in", mesh)
   export.export_hf(
     params,
     model.spec,
@@ -103,23 +146,36 @@ def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
   assert (tmp_path / "out" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_prefill_and_decode_equal_the_full_forward(name, tmp_path):
-  torch_model(name, tmp_path)
-  model, params, layout = build(tmp_path)
-  axes = params_lib.logical_axes(model.spec)
-  engine = hybrid.HybridEngine(axes, layout, jnp.float32, model.spec.num_layers)
-  weights, version = engine.to_generation(params)
+@pytest.mark.parametrize(
+  "model,mesh,generation",
+  [
+    (("llama", {}), (1, 1, 1), (1, 1)),
+    (("qwen3", {}), (1, 1, 1), (1, 1)),
+    (NINE, (1, 4, 1), (1, 4)),
+    (NINE, (2, 4, 1), (1, 2)),
+    (FOURTEEN, (1, 8, 1), (1, 8)),
+  ],
+  ids=str,
+)
+def test_prefill_and_decode_equal_the_full_forward(model, mesh, generation, tmp_path):
+  torch_model(model[0], tmp_path, **model[1])
+  model, params, layout = build(tmp_path, mesh)
+  tokens = random_tokens(2, 12, seed=1)
+  expected = logits_of(model, params, layout, tokens)
+  target = weights_lib.generation_layout(
+    model.spec, mesh_lib.generation_mesh(layout.train.mesh, generation)
+  )
+  heads = weights_lib.plan_heads(model.spec, target.mesh)
+  model = decoder.Decoder(model.spec, jnp.float32, "xla", target.constrain, heads=heads)
+  switch = hybrid.HybridEngine(layout, target)
+  weights, version = switch.to_generation(jax.jit(layout.prepare)(params))
   assert version == 1
-  tokens = np.random.default_rng(1).integers(0, 131, (2, 12)).astype(np.int32)
-  expected = logits_of(model, params, tokens)
-  hidden, caches = model.prefill(weights, jnp.asarray(tokens[:, :5]))
+  hidden, caches = jax.jit(model.prefill)(weights, tokens[:, :5])
   pad = lambda kv: jnp.pad(kv, ((0, 0), (0, 7), (0, 0), (0, 0)))
   caches = [(pad(k), pad(v)) for k, v in caches]
-  last = hidden[:, -1]
+  assert caches[0][0].shape[2] == heads.slots
+  last, decode = hidden[:, -1], jax.jit(model.decode)
   for t in range(5, 12):
-    got = model.logits(weights, last)[:, :131]
+    got = jax.jit(model.logits)(weights, last)[:, :131]
     np.testing.assert_allclose(got, expected[:, t - 1], atol=2e-5)
-    last, caches = model.decode(
-      weights, jnp.asarray(tokens[:, t]), jnp.full((2,), t, jnp.int32), caches
-    )
+    last, caches = decode(weights, tokens[:, t], np.full((2,), t, np.int32), caches)

@@ -14,7 +14,7 @@ from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
-from jaxrl_hybrid.workers import training
+from jaxrl_hybrid.workers import stores, training
 
 # 9 and 3 heads as in SmolLM2, 5 layers: neither tp nor pp divides anything.
 ODD = ModelSpec(
@@ -58,6 +58,7 @@ def make_state(
   microbatches: int = 1,
   remat: str = "full",
   chunk: int = 4,
+  where: stores.Offload = stores.Offload(),
 ) -> training.TrainState:
   """A state at ``host_params`` whose loss is a policy gradient with an entropy."""
   layout = weights_lib.WeightLayout(
@@ -93,12 +94,12 @@ def make_state(
     host_params(spec),
     layout.abstract_params(),
   )
-  return training.TrainState(stored, optax.adamw(LR), layout, loss_fn)
+  return training.TrainState(stored, optax.adamw(LR), layout, loss_fn, where=where)
 
 
 def gradients(state: training.TrainState, *, accumulate: int = 1):
   """(loss, host gradients of the stored parameters)."""
-  grads, metrics = state._gradients(state.weights, _placed(state, accumulate))
+  grads, metrics = state.gradients(state.weights, _placed(state, accumulate))
   return float(metrics["loss"]), jax.device_get(grads)
 
 
@@ -106,13 +107,13 @@ def after_steps(state: training.TrainState, steps: int, *, accumulate: int = 1):
   """Host parameters after some updates."""
   for _ in range(steps):
     state.step(_split(accumulate))
-  return jax.device_get(state.params)
+  return jax.device_get(state.store.whole_params())
 
 
 def compiled_gradients(state: training.TrainState, *, accumulate: int = 1) -> str:
   """The gradient program's optimized HLO."""
   placed = _placed(state, accumulate)
-  return state._gradients.lower(state.weights, placed).compile().as_text()
+  return state.gradients.lower(state.weights, placed).compile().as_text()
 
 
 def worst(got: dict, expected: dict) -> float:

@@ -1,19 +1,24 @@
-"""Device orders of the two meshes, and training shards inside generation shards."""
+"""Device orders of the two meshes, rules, and which shard lies inside which."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_hybrid.errors import ConfigError
-from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import rules
+from jaxrl_hybrid.parallel import weights as weights_lib
 
 SPEC = ModelSpec(
   "llama", 37, 32, 48, 4, 8, 8, 4, 64, qkv_bias=True, out_bias=True, mlp_bias=True
 )
+# No mesh axis divides heads or layers.
+ODD = dataclasses.replace(SPEC, num_heads=9, num_kv_heads=3, num_layers=5, head_dim=16)
 SHAPES = [
   ((1, 1, 1), (1, 1)),
   ((1, 4, 1), (1, 1)),
@@ -23,6 +28,8 @@ SHAPES = [
   ((1, 8, 1), (1, 4)),
   ((2, 4, 2), (1, 2)),
   ((2, 2, 4), (2, 1)),
+  ((4, 2, 2), (2, 1)),
+  ((4, 4, 1), (2, 2)),
 ]
 
 
@@ -30,23 +37,27 @@ def ids(mesh):
   return np.vectorize(lambda device: device.id)(mesh.devices)
 
 
-def layouts(train, generation):
-  """(training layout, generation layout)."""
+def source(train, spec=SPEC, zero=1):
+  """The weights on a training mesh."""
   mesh = mesh_lib.train_mesh(train)
-  return (
-    rules.Layout(mesh, rules.TRAIN),
-    rules.Layout(mesh_lib.generation_mesh(mesh, generation), rules.GENERATION),
-  )
+  layout = weights_lib.train_layout(spec, mesh, sequence_parallel=False)
+  return weights_lib.WeightLayout(spec, layout, jnp.dtype("bfloat16"), zero)
 
 
-def leaves():
+def layouts(train, generation, spec=SPEC):
+  """(training layout, generation layout)."""
+  layout = source(train, spec).train
+  mesh = mesh_lib.generation_mesh(layout.mesh, generation)
+  return layout, weights_lib.generation_layout(spec, mesh)
+
+
+def leaves(spec=SPEC):
   """(shape, logical axes) of every parameter."""
-  axes = params_lib.logical_axes(SPEC)
-  shapes = params_lib.abstract_params(SPEC, vocab=SPEC.padded_vocab(8))
+  layout = source((1, 1, 1), spec)
   return list(
     zip(
-      [leaf.shape for leaf in jax.tree.leaves(shapes)],
-      jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)),
+      [leaf.shape for leaf in jax.tree.leaves(layout.abstract_params())],
+      jax.tree.leaves(layout.axes, is_leaf=lambda x: isinstance(x, tuple)),
       strict=True,
     )
   )
@@ -90,20 +101,34 @@ def test_both_meshes_have_the_same_flat_device_order(train, generation):
 def test_every_training_shard_lies_inside_its_generation_shard(train, generation):
   a, b = layouts(train, generation)
   for shape, axes in leaves():
-    assert is_nested(a.sharding(axes), b.sharding(axes), shape), axes
+    assert is_nested(a.sharding(axes, shape), b.sharding(axes, shape), shape), axes
+
+
+@pytest.mark.parametrize("train,_", SHAPES)
+def test_every_stored_shard_lies_inside_its_shard_of_the_weights(train, _):
+  layout = source(train)
+  for shape, axes in leaves():
+    inner, outer = (x.sharding(axes, shape) for x in (layout.stored, layout.train))
+    assert is_nested(inner, outer, shape), axes
 
 
 def test_nesting_would_fail_with_micro_dp_as_the_major_part():
   a, b = layouts((1, 4, 1), (1, 2))
   wrong = Mesh(b.mesh.devices.swapaxes(3, 4), b.mesh.axis_names)
-  assert not is_nested(
-    a.sharding(("heads",)), rules.Layout(wrong, b.rules).sharding(("heads",)), (8,)
-  )
+  inner = a.sharding(("heads",), (8,))
+  outer = rules.Layout(wrong, b.rules).sharding(("heads",), (8,))
+  assert not is_nested(inner, outer, (8,))
 
 
 @pytest.mark.parametrize(
   "train,generation,shards",
-  [((1, 4, 2), (1, 1), 8), ((1, 4, 2), (1, 2), 4), ((1, 4, 2), (1, 4), 2)],
+  [
+    ((1, 4, 2), (1, 1), 8),
+    ((1, 4, 2), (1, 2), 4),
+    ((1, 4, 2), (1, 4), 2),
+    ((2, 4, 2), (1, 2), 8),
+    ((4, 2, 2), (2, 2), 4),
+  ],
 )
 def test_generation_spreads_rows_over_dp_and_micro_dp(train, generation, shards):
   a, b = layouts(train, generation)
@@ -118,7 +143,88 @@ def test_generation_weights_are_split_over_the_generation_tp_only(
   train, generation, tp
 ):
   _, layout = layouts(train, generation)
-  assert layout.sharding(("heads", "embed")).shard_shape((8, 5)) == (8 // tp, 5)
+  sharding = layout.sharding(("heads", "embed"), (8, 5))
+  assert sharding.shard_shape((8, 5)) == (8 // tp, 5)
+
+
+@pytest.mark.parametrize(
+  "size,axes,shard",
+  [
+    (16, ("tp", "pp", "dp"), 1),
+    (8, ("tp", "pp"), 1),
+    (12, ("tp",), 3),
+    (6, None, 6),
+    (1, None, 1),
+  ],
+)
+def test_a_dim_takes_the_longest_prefix_of_its_axes_that_divides_it(size, axes, shard):
+  layout = rules.Layout(
+    mesh_lib.train_mesh((2, 4, 2)), rules.stored_rules(divisible_layers=False)
+  )
+  got = layout.sharding(("mlp",), (size,))
+  assert got.spec == PartitionSpec(axes) and got.shard_shape((size,)) == (shard,)
+
+
+@pytest.mark.parametrize("zero,kept", [(1, "train"), (3, "stored")])
+def test_zero_says_whether_weights_are_spread_over_dp(zero, kept):
+  layout = source((2, 2, 2), zero=zero)
+  expected = getattr(layout, kept).shardings(layout.axes, layout.abstract_params())
+  found = jax.tree.map(lambda x: x.sharding, layout.abstract_weights())
+  shapes = jax.tree.map(lambda x: x.ndim, layout.abstract_weights())
+  same = jax.tree.map(lambda a, b, n: a.is_equivalent_to(b, n), found, expected, shapes)
+  assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("spec", [SPEC, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("train", [(1, 1, 8), (2, 2, 4), (2, 1, 2), (4, 2, 2)])
+def test_matrices_are_stored_in_equal_parts_on_all_devices(train, spec):
+  layout = source(train, spec)
+  stored = layout.abstract_params()
+  matrices = [x for x in jax.tree.leaves(stored["layers"]) if x.ndim == 3]
+  matrices += [stored["embed"]["kernel"], stored["lm_head"]["kernel"]]
+  assert len(matrices) == 9
+  for leaf in matrices:
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    assert leaf.size == np.prod(shard) * layout.train.mesh.size, leaf
+
+
+@pytest.mark.parametrize(
+  "train,layers,query,key",
+  [
+    ((1, 1, 1), 5, 9, 3),
+    ((1, 2, 1), 5, 12, 4),
+    ((2, 4, 1), 6, 12, 4),
+    ((3, 1, 1), 6, 9, 3),
+    ((4, 3, 1), 8, 9, 3),
+  ],
+)
+def test_weights_have_padded_layers_and_heads_and_the_stored_have_not(
+  train, layers, query, key
+):
+  layout = source(train, ODD)
+  weights, stored = layout.abstract_weights(), layout.abstract_params()
+  shape = lambda tree, name: tree["layers"]["attn"][name]["kernel"].shape
+  assert shape(stored, "q") == (5, 9 * 16, 32)
+  assert shape(stored, "k") == (5, 3 * 16, 32)
+  assert shape(weights, "q") == (layers, query * 16, 32)
+  assert shape(weights, "k") == (layers, key * 16, 32)
+  dtypes = jax.tree_util.tree_map_with_path(
+    lambda path, x: (path[-1].key == "kernel") == (x.dtype == jnp.bfloat16), weights
+  )
+  assert all(jax.tree.leaves(dtypes))
+  assert {x.dtype for x in jax.tree.leaves(stored)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("train", [(1, 1, 1), (1, 4, 2), (2, 4, 2), (4, 2, 1)])
+@pytest.mark.parametrize("spec", [SPEC, ODD], ids=["even", "odd"])
+def test_strip_undoes_prepare(train, spec):
+  layout = dataclasses.replace(source(train, spec), dtype=jnp.dtype("float32"))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), layout.abstract_params()
+  )
+  again = jax.jit(lambda p: layout.strip(layout.prepare(p)))(params)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), params)
 
 
 def test_too_few_devices_is_a_config_error_with_both_numbers():

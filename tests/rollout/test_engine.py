@@ -1,5 +1,6 @@
 """The engine against a token-by-token full forward, on one device and on meshes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,9 @@ import pytest
 from jaxrl_hybrid.models import decoder
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import weights as weights_lib
 from jaxrl_hybrid.rollout import sampling as sampling_lib
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
@@ -34,22 +36,32 @@ PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) for n in (3, 7, 1, 12, 5)]
 DRAWS = [11, 4, 7, 100, 3]
 
 
-def setup(mesh=(1, 1, 1), generation=(1, 1), eos=(2,), max_rows=64, seed=0):
-  """(decoder, train params, engine, generation params)."""
-  train = rules.Layout(mesh_lib.train_mesh(mesh), rules.TRAIN)
-  layout = rules.Layout(
-    mesh_lib.generation_mesh(train.mesh, generation), rules.GENERATION
+# 9 and 3 heads, 3 layers.
+ODD = dataclasses.replace(SPEC, num_heads=9, num_kv_heads=3, num_layers=3)
+
+
+def setup(
+  mesh=(1, 1, 1), generation=(1, 1), eos=(2,), max_rows=64, seed=0, spec=SPEC, zero=1
+):
+  """(spec, stored parameters, engine, generation weights)."""
+  train = weights_lib.train_layout(
+    spec, mesh_lib.train_mesh(mesh), sequence_parallel=False
   )
-  axes = params_lib.logical_axes(SPEC)
+  source = weights_lib.WeightLayout(spec, train, jnp.dtype(jnp.float32), zero)
+  target = weights_lib.generation_layout(
+    spec, mesh_lib.generation_mesh(train.mesh, generation)
+  )
   init = jax.jit(
-    lambda: params_lib.init_params(SPEC, jax.random.key(1), vocab=SPEC.padded_vocab(4)),
-    out_shardings=train.shardings(axes),
+    lambda: params_lib.init_params(spec, jax.random.key(1), vocab=source.vocab),
+    out_shardings=jax.tree.map(lambda x: x.sharding, source.abstract_params()),
   )
   params = init()
-  model = decoder.Decoder(SPEC, jnp.float32, "xla", layout.constrain)
-  weights, _ = hybrid.HybridEngine(axes, layout, jnp.float32, 2).to_generation(params)
-  engine = Engine(model, layout, eos_ids=eos, max_rows=max_rows, seed=seed)
-  return model, params, engine, weights
+  heads = weights_lib.plan_heads(spec, target.mesh)
+  model = decoder.Decoder(spec, jnp.float32, "xla", target.constrain, heads=heads)
+  switch = hybrid.HybridEngine(source, target)
+  weights, _ = switch.to_generation(jax.jit(source.prepare)(params))
+  engine = Engine(model, target, eos_ids=eos, max_rows=max_rows, seed=seed)
+  return spec, params, engine, weights
 
 
 def naive(model, params, prompt, draw, sample, sampling, eos, max_new, seed=0):
@@ -84,23 +96,27 @@ def _sample(logits, keys, step, sampling):
   return sampling_lib.sample(logits, sampling_lib.uniforms(keys, step), sampling)
 
 
-PLAIN = decoder.Decoder(SPEC, jnp.float32, "xla", lambda x, axes: x)
-
-
 def assert_equal_to_naive(case, sampling, n, eos, max_rows=64):
-  model, params, engine, weights = case
+  spec, params, engine, weights = case
   out = engine.generate(weights, PROMPTS, DRAWS, n=n, max_new=9, sampling=sampling)
+  plain = decoder.Decoder(spec, jnp.float32, "xla", as_is)
   params = jax.device_get(params)
   reasons = set()
   for i, (prompt, draw) in enumerate(zip(PROMPTS, DRAWS)):
     for s in range(n):
-      ids, log_probs = naive(PLAIN, params, prompt, draw, s, sampling, eos, 9)
+      ids, log_probs = naive(plain, params, prompt, draw, s, sampling, eos, 9)
       row = i * n + s
       assert out.ids[row, : out.lengths[row]].tolist() == ids
       np.testing.assert_allclose(out.log_probs[row, : len(ids)], log_probs, atol=1e-5)
       assert out.stopped[row] == (ids[-1] in eos)
       reasons.add(bool(out.stopped[row]))
   return reasons
+
+
+def as_is(x, axes):
+  """No mesh, no constraint."""
+  del axes
+  return x
 
 
 @pytest.mark.parametrize(
@@ -120,11 +136,28 @@ def test_equals_token_by_token(sampling):
 
 @pytest.mark.parametrize(
   "mesh,generation",
-  [((1, 2, 2), (1, 1)), ((1, 4, 2), (1, 2)), ((1, 2, 2), (1, 2)), ((1, 1, 4), (1, 1))],
+  [
+    ((1, 2, 2), (1, 1)),
+    ((1, 4, 2), (1, 2)),
+    ((1, 2, 2), (1, 2)),
+    ((1, 1, 4), (1, 1)),
+    ((2, 2, 2), (1, 2)),
+    ((2, 2, 2), (2, 1)),
+  ],
 )
 def test_meshes_give_the_same_tokens(mesh, generation):
   eos = (2, 5, 9)
   assert_equal_to_naive(setup(mesh, generation, eos), Sampling(), 2, eos)
+
+
+@pytest.mark.parametrize(
+  "mesh,generation,zero",
+  [((1, 4, 2), (1, 4), 1), ((2, 4, 2), (1, 2), 1), ((2, 2, 2), (1, 1), 3)],
+)
+def test_meshes_that_divide_neither_heads_nor_layers_do_too(mesh, generation, zero):
+  eos = (2, 5, 9)
+  case = setup(mesh, generation, eos, spec=ODD, zero=zero)
+  assert_equal_to_naive(case, Sampling(), 2, eos)
 
 
 def test_waves_and_batch_order_do_not_change_a_row():

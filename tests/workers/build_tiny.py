@@ -13,7 +13,7 @@ from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
-from jaxrl_hybrid.parallel import rules
+from jaxrl_hybrid.parallel import weights as weights_lib
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
@@ -40,7 +40,7 @@ SPEC = ModelSpec(
 TIED = dataclasses.replace(
   SPEC, family="qwen2", head_dim=4, qk_norm=False, tie_word_embeddings=True
 )
-VOCAB = 40  # padded, on every mesh alike
+VOCAB = 64  # padded, on every mesh alike
 EOS = 2
 JUNK = 36  # an id behind each row, and (as 1e4) what its columns hold there
 
@@ -71,7 +71,6 @@ OPTIM = dict(
   weight_decay=0.0,
   betas=(0.9, 0.999),
   eps=1e-8,
-  clip_grad=1.0,
   schedule="constant",
   warmup_steps=0,
   min_lr_ratio=0.0,
@@ -143,25 +142,41 @@ def host_params(spec=SPEC, head=params_lib.LM):
   )
 
 
-def train_layout(mesh=(1, 1, 1)):
-  return rules.Layout(mesh_lib.train_mesh(mesh), rules.TRAIN)
+def weight_layout(mesh=(1, 1, 1), spec=SPEC, head=params_lib.LM):
+  """fp32 weights on a mesh (pp, tp, dp)."""
+  train = weights_lib.train_layout(
+    spec, mesh_lib.train_mesh(mesh), sequence_parallel=False
+  )
+  return weights_lib.WeightLayout(spec, train, jnp.dtype(jnp.float32), head=head)
 
 
-def make_decoder(mesh=(1, 1, 1), spec=SPEC, remat="none"):
-  return Decoder(spec, jnp.float32, "xla", train_layout(mesh).constrain, remat)
+def make_decoder(mesh=(1, 1, 1), spec=SPEC, remat="none", head=params_lib.LM):
+  layout = weight_layout(mesh, spec, head)
+  return Decoder(
+    spec,
+    jnp.float32,
+    "xla",
+    layout.train.constrain,
+    remat,
+    heads=layout.heads,
+    use=layout.use,
+    stages=layout.stages,
+  )
 
 
-def place_params(host, layout, spec=SPEC, head=params_lib.LM):
+def place_params(host, layout):
   """A fresh copy on the mesh: the update donates it."""
-  shardings = layout.shardings(params_lib.logical_axes(spec, head=head))
+  shardings = layout.stored.shardings(layout.axes, host)
   return jax.device_put(host, shardings, may_alias=False)
 
 
 def make_generator(layout, spec, n, max_new, eos, mask_truncated):
-  target = rules.Layout(mesh_lib.generation_mesh(layout.mesh, (1, 1)), rules.GENERATION)
+  target = weights_lib.generation_layout(
+    spec, mesh_lib.generation_mesh(layout.train.mesh, (1, 1))
+  )
   decoder = Decoder(spec, jnp.float32, "xla", target.constrain)
   return Generator(
-    HybridEngine(params_lib.logical_axes(spec), target, jnp.float32, spec.num_layers),
+    HybridEngine(layout, target),
     Engine(decoder, target, eos_ids=eos, max_rows=64, seed=0),
     RolloutSettings(
       n, max_new, Sampling(temperature=ACTOR["temperature"]), mask_truncated
@@ -178,17 +193,17 @@ def adamw(**changes):
 @functools.lru_cache(maxsize=None)
 def _actor(mesh, spec, optimizer, remat, n, max_new, eos, mask_truncated, settings):
   """(actor, host copy of its optimizer state)."""
-  layout = train_layout(mesh)
+  layout = weight_layout(mesh, spec)
   actor = Actor(
     make_decoder(mesh, spec, remat),
-    place_params(host_params(spec), layout, spec),
+    place_params(host_params(spec), layout),
     layout,
     make_generator(layout, spec, n, max_new, eos, mask_truncated),
     ActorSettings(**{**ACTOR, **dict(settings)}),
     adamw() if optimizer == "adamw" else optax.sgd(1.0),
     optax.constant_schedule(1.0),
   )
-  return actor, jax.device_get(actor.state.opt_state)
+  return actor, jax.device_get(actor.state.store.opt_state)
 
 
 def make_actor(
@@ -218,11 +233,11 @@ def make_actor(
     tuple(sorted(settings.items())),
   )
   state = actor.state
-  state.params = place_params(host_params(spec), train_layout(mesh), spec)
-  state.opt_state = jax.tree.map(
+  state.store.params = place_params(host_params(spec), weight_layout(mesh, spec))
+  state.store.opt_state = jax.tree.map(
     lambda host, x: jax.device_put(host, x.sharding, may_alias=False),
     opt_state,
-    state.opt_state,
+    state.store.opt_state,
   )
   state.updates = 0
   actor._generator.drop_weights()
@@ -231,10 +246,11 @@ def make_actor(
 
 @functools.lru_cache(maxsize=None)
 def _critic(mesh, settings):
-  layout, head = train_layout(mesh), params_lib.VALUE
+  head = params_lib.VALUE
+  layout = weight_layout(mesh, head=head)
   return Critic(
-    make_decoder(mesh),
-    place_params(host_params(head=head), layout, head=head),
+    make_decoder(mesh, head=head),
+    place_params(host_params(head=head), layout),
     layout,
     CriticSettings(**{**CRITIC, **dict(settings)}),
     optax.sgd(0.01),
@@ -246,8 +262,8 @@ def make_critic(mesh=(1, 1, 1), **settings) -> Critic:
   """A critic with a random value head, and SGD of rate .01; as ``make_actor``."""
   critic = _critic(mesh, tuple(sorted(settings.items())))
   head = params_lib.VALUE
-  critic.state.params = place_params(
-    host_params(head=head), train_layout(mesh), head=head
+  critic.state.store.params = place_params(
+    host_params(head=head), weight_layout(mesh, head=head)
   )
   critic.state.updates = 0
   return critic
@@ -259,9 +275,9 @@ def update(batch, **options):
   With SGD of rate 1 the gradient is what the update subtracted.
   """
   actor = make_actor(**options)
-  before = jax.device_get(actor.state.params)
+  before = jax.device_get(actor.state.store.params)
   metrics = actor.update_policy(batch)
-  after = jax.device_get(actor.state.params)
+  after = jax.device_get(actor.state.store.params)
   return metrics, jax.tree.map(lambda a, b: a - b, before, after)
 
 

@@ -257,14 +257,14 @@ def test_if_all_rows_are_truncated_loss_and_gradient_are_zero_and_the_step_count
   batch = actor.generate_sequences(tiny.make_batch().prompts)
   assert batch.valid_mask.all() and not batch.mask.any()
   assert set(batch.finish_reasons) == {"length"}
-  before = jax.device_get(actor.state.params)
+  before = jax.device_get(actor.state.store.params)
   batch = actor.compute_log_probs(batch).with_fields(
     advantages=np.ones(batch.response_ids.shape, np.float32)
   )
   metrics = actor.update_policy(batch)
   assert metrics["actor/loss"] == 0 and metrics["actor/grad_norm"] == 0
   assert np.isfinite(list(metrics.values())).all() and actor.state.updates == 1
-  after = jax.device_get(actor.state.params)
+  after = jax.device_get(actor.state.store.params)
   jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
@@ -275,7 +275,7 @@ def test_mini_batches_and_epochs_make_as_many_updates(off_policy):
     metrics = actor.update_policy(off_policy)
     counts = {
       int(x)
-      for path, x in jax.tree.leaves_with_path(actor.state.opt_state)
+      for path, x in jax.tree.leaves_with_path(actor.state.store.opt_state)
       if "count" in jax.tree_util.keystr(path)
     }
     assert actor.state.updates == expected and counts == {expected}
@@ -335,8 +335,8 @@ def test_the_reference_is_a_copy_that_does_not_follow_the_actor(scored):
   actor = tiny.make_actor()
   reference = Reference(
     tiny.make_decoder(),
-    actor.state.params,
-    tiny.train_layout(),
+    actor.state.weights,
+    tiny.weight_layout().train,
     temperature=0.7,
     chunk=5,
     micro_rows=2,
@@ -357,24 +357,20 @@ def test_tied_embeddings_have_one_moment_and_stay_tied_after_export(
   actor = tiny.make_actor((1, 2, 1), spec=tiny.TIED, optimizer="adamw")
   for _ in range(3):
     actor.update_policy(off_policy)
-  params = actor.state.params
+  params = actor.state.store.params
   assert "lm_head" not in params
   moments = [
     x
-    for x in jax.tree.leaves(actor.state.opt_state)
+    for x in jax.tree.leaves(actor.state.store.opt_state)
     if x.shape == params["embed"]["kernel"].shape
   ]
   assert len(moments) == 2  # Adam's mu and nu, once
   out = export.export_hf(params, tiny.TIED, tmp_path / "out", hf_config=hf_config())
   with load.Checkpoint(out) as checkpoint:
     assert "lm_head.weight" not in checkpoint
-  layout = tiny.train_layout()
-  again = load.load_params(
-    out,
-    tiny.TIED,
-    layout.shardings(tiny.params_lib.logical_axes(tiny.TIED)),
-    vocab=tiny.SPEC.vocab_size,
-  )
+  abstract = tiny.weight_layout(spec=tiny.TIED).abstract_params()
+  shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  again = load.load_params(out, tiny.TIED, shardings, vocab=tiny.SPEC.vocab_size)
   moved = np.asarray(again["embed"]["kernel"])
   np.testing.assert_array_equal(
     moved, np.asarray(params["embed"]["kernel"])[: tiny.SPEC.vocab_size]
@@ -390,7 +386,7 @@ def test_a_tied_export_has_the_logits_of_the_trained_model(off_policy, tmp_path)
   actor = tiny.make_actor((1, 2, 1), spec=tiny.TIED, optimizer="adamw")
   actor.update_policy(off_policy)
   export.export_hf(
-    actor.state.params, tiny.TIED, tmp_path / "out", hf_config=hf_config()
+    actor.state.store.params, tiny.TIED, tmp_path / "out", hf_config=hf_config()
   )
   theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
   assert theirs.lm_head.weight is theirs.model.embed_tokens.weight

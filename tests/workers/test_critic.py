@@ -19,10 +19,10 @@ def valued():
 def update(batch, **options):
   """(metrics, change of the parameters) from the initial parameters."""
   critic = tiny.make_critic(**options)
-  before = jax.device_get(critic.state.params)
+  before = jax.device_get(critic.state.store.params)
   metrics = critic.update(batch)
   return metrics, jax.tree.map(
-    lambda a, b: b - a, before, jax.device_get(critic.state.params)
+    lambda a, b: b - a, before, jax.device_get(critic.state.store.params)
   )
 
 
@@ -77,9 +77,9 @@ def test_the_split_of_the_work_does_not_change_the_update(valued, options):
 
 def test_updates_lower_the_value_loss(valued):
   critic = tiny.make_critic()
-  losses = [critic.update(valued)["critic/vf_loss"] for _ in range(5)]
-  assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
-  assert critic.state.updates == 5
+  losses = [critic.update(valued)["critic/vf_loss"] for _ in range(8)]
+  assert losses[-1] == min(losses) and losses[-1] < 0.5 * losses[0]
+  assert critic.state.updates == 8
 
 
 def test_an_all_masked_batch_changes_nothing(valued):
@@ -90,10 +90,11 @@ def test_an_all_masked_batch_changes_nothing(valued):
 
 def test_a_fresh_value_head_says_zero_and_can_learn(valued):
   critic = tiny.make_critic()
-  critic.state.params["value_head"] = params_lib.init_value_head(tiny.SPEC)
+  fresh = {"value_head": params_lib.init_value_head(tiny.SPEC)}
+  critic.state.store.params = critic.state.store.params | fresh
   batch = critic.compute_values(valued)
   assert not batch.values.any()
   critic.update(batch.with_fields(returns=np.ones_like(batch.values)))
-  assert np.abs(np.asarray(critic.state.params["value_head"]["kernel"])).max() > 0
+  assert np.abs(np.asarray(critic.state.store.params["value_head"]["kernel"])).max() > 0
   after = critic.compute_values(valued).values[valued.mask]
   assert jnp.mean((after - 1) ** 2) < 1

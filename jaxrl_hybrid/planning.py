@@ -1,0 +1,262 @@
+"""What a run will hold on each GPU, phase by phase, before any GPU is rented.
+
+The roles of the run are built on shapes for the real mesh, and the programs
+that a step will run are compiled ahead of time: XLA's own analysis says what
+each needs beyond what is resident. Nothing is computed and no weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_hybrid import build
+from jaxrl_hybrid.inspection import Plan, make_algorithm
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.parallel import abstract, offload, topology
+from jaxrl_hybrid.shapes import bucket
+from jaxrl_hybrid.workers.actor import Actor
+from jaxrl_hybrid.workers.critic import Critic
+from jaxrl_hybrid.workers.reference import Reference
+from jaxrl_hybrid.workers.stores import StreamedStore
+from jaxrl_hybrid.workers.training import TrainState, abstract_batch
+
+ACTOR_COLUMNS = ("advantages", "rollout_log_probs")
+CRITIC_COLUMNS = ("returns", "old_values")
+Bytes = dict[str, int]  # component -> bytes per GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """One part of a step.
+
+  Attributes:
+    name: as in ``timing_s/*``.
+    components: bytes per GPU of everything that is there at its peak.
+  """
+
+  name: str
+  components: Bytes
+
+  @property
+  def bytes(self) -> int:
+    """Peak of the phase per GPU."""
+    return sum(self.components.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The phases of a step and what follows from them.
+
+  Attributes:
+    phases: in the order of a step.
+    switch_bytes: received by each GPU per switch.
+    host_bytes: pinned memory per GPU.
+    kv_row_bytes: KV cache of one row of the longest length, per GPU.
+    rows: rows that decode together on each GPU.
+  """
+
+  phases: list[Phase]
+  switch_bytes: int
+  host_bytes: int
+  kv_row_bytes: int
+  rows: int
+
+  @property
+  def peak(self) -> Phase:
+    """The phase that needs most."""
+    return max(self.phases, key=lambda phase: phase.bytes)
+
+  def kv_rows_that_fit(self, usable: int) -> int:
+    """Rows per GPU whose KV cache fits beside the rest of the generation phase."""
+    generation = next(p for p in self.phases if p.name == "gen")
+    rest = generation.bytes - generation.components["KV cache"]
+    return max(0, (usable - rest) // self.kv_row_bytes)
+
+
+class Planner:
+  """Compiles the programs of a step for ``plan``'s devices.
+
+  Args:
+    plan: an inspected config whose mesh may be of devices that are not there.
+  """
+
+  def __init__(self, plan: Plan):
+    self._plan = plan
+    config = plan.config
+    self._length = config.data.max_prompt_length + config.data.max_response_length
+    self._algorithm = make_algorithm(config)
+    shapes = lambda head: build.weight_layout(plan, head).abstract_params()
+    self.actor: Actor = build.make_actor(plan, shapes(params_lib.LM))
+    self.reference: Reference | None = build.make_reference(plan, self.actor)
+    self.critic: Critic | None = None
+    if self._algorithm.needs_critic:
+      self.critic = build.make_critic(plan, shapes(params_lib.VALUE))
+      self.critic.state.store.rest()
+    self._generation = self.actor.generator.switch.copy(self.actor.state.weights)
+
+  def report(self) -> Report:
+    """Compiles everything; minutes for a large model."""
+    return Report(
+      phases=list(self._phases()),
+      switch_bytes=self._switch_bytes(),
+      host_bytes=self._host_bytes(),
+      kv_row_bytes=self._kv_bytes(1),
+      rows=self._rows_per_device(),
+    )
+
+  def _phases(self) -> Iterator[Phase]:
+    copy = {"generation weights": self._generation_bytes()}
+    yield self._phase("switch", copy | self._beyond(self._compile_switch()))
+    yield self._generation_phase(copy)
+    if self._needs_old_log_probs():
+      yield self._scoring("old_log_prob", self.actor.log_probs, self.actor.state.weights)
+    if self.reference:
+      on_device = offload.to_device(self.reference.weights)
+      yield self._scoring("ref", self.reference.log_probs, on_device)
+    if self.critic:
+      weights = offload.to_device(self.critic.state.weights)
+      yield self._scoring("values", self.critic.values, weights)
+      columns = dict.fromkeys(CRITIC_COLUMNS, np.float32)
+      yield from self._update("update_critic", self.critic.state, columns)
+      self.critic.state.store.rest()
+    yield from self._update("update_actor", self.actor.state, self._actor_columns())
+
+  def _phase(self, name: str, beyond: Bytes) -> Phase:
+    """What is resident in every phase, and what this one adds."""
+    found = self._resident()
+    for component, size in beyond.items():
+      found[component] = found.get(component, 0) + size
+    return Phase(name, {k: v for k, v in found.items() if v})
+
+  def _resident(self) -> Bytes:
+    found = {}
+    for name, role in (("actor", self.actor), ("critic", self.critic)):
+      if role:
+        store = role.state.store
+        found[f"{name} fp32 parameters"] = abstract.device_bytes(store.params)
+        found[f"{name} moments"] = abstract.device_bytes(store.opt_state)
+        found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
+    if self.reference:
+      found["reference weights"] = abstract.device_bytes(self.reference.weights)
+    return found
+
+  def _generation_phase(self, copy: Bytes) -> Phase:
+    config = self._plan.config
+    settings = self.actor.generator.settings
+    lowered = self.actor.generator.engine.lower(
+      self._generation,
+      config.data.train_batch_size,
+      config.data.max_prompt_length,
+      n=settings.n,
+      max_new=settings.max_new,
+      sampling=settings.sampling,
+    )
+    beyond = self._beyond(lowered.compile())
+    cache = self._kv_bytes(self._rows_per_device())
+    beyond["activations and buffers"] -= cache
+    return self._phase("gen", copy | beyond | {"KV cache": cache})
+
+  def _scoring(self, name: str, scorer: Any, weights: Any) -> Phase:
+    sequences = self._plan.sizes.sequences
+    compiled = scorer.lower(weights, sequences, self._length).compile()
+    beyond = self._beyond(compiled)
+    return self._phase(name, beyond | self._visiting(name, weights))
+
+  def _visiting(self, name: str, weights: Any) -> Bytes:
+    """Weights that are on the device for this phase only."""
+    resident = {"ref": self.reference, "values": self.critic}.get(name)
+    if resident is None:
+      return {}
+    held = resident.weights if name == "ref" else resident.state.store.held_weights
+    component = "reference weights" if name == "ref" else "critic weights"
+    size = abstract.device_bytes(weights) - abstract.device_bytes(held)
+    return {component: size}
+
+  def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
+    role = name.removeprefix("update_")
+    sizes, plan = self._plan.sizes, self._plan
+    shape = (
+      sizes.mini_sequences // sizes.micro_sequences,
+      sizes.micro_sequences,
+      bucket(self._length),
+    )
+    columns = {"tokens": np.int32, "mask": bool} | columns
+    batch = abstract_batch(columns, shape, plan.train_layout)
+    held = abstract.device_bytes(state.store.held_weights)
+    visiting = {f"{role} weights": abstract.device_bytes(state.weights) - held}
+    compiled = state.lower(batch).compile()
+    grads, metrics = state.gradient_shapes(batch)
+    size = {"gradients": abstract.device_bytes(grads)}
+    beyond = self._beyond(compiled)
+    beyond["activations and buffers"] -= size["gradients"]
+    yield self._phase(f"{name}: gradients", visiting | size | beyond)
+    compiled = state.store.lower_update(grads, metrics).compile()
+    memory = topology.memory(compiled)
+    temporary = memory["temp"] + memory["output"] - memory["alias"]
+    chunks = {}
+    if isinstance(state.store, StreamedStore):
+      # One chunk is updated, the next arrives, the one before leaves.
+      chunks = {"optimizer chunks": 3 * state.store.visiting_bytes()}
+    elif held:
+      size |= {f"{role} weights": -held}  # made anew after the update
+    yield self._phase(
+      f"{name}: optimizer", size | chunks | {"activations and buffers": temporary}
+    )
+
+  def _beyond(self, compiled: jax.stages.Compiled) -> Bytes:
+    """What a program allocates: its arguments are resident, but for the batch."""
+    memory = topology.memory(compiled)
+    size = memory["temp"] + memory["output"] - memory["alias"]
+    return {"activations and buffers": size}
+
+  def _compile_switch(self) -> jax.stages.Compiled:
+    layers = self.actor.state.weights["layers"]
+    slot = self.actor.generator.switch.switch_slot.lower(layers, jnp.int32(0))
+    return slot.compile()
+
+  def _generation_bytes(self) -> int:
+    return abstract.device_bytes(self._generation)
+
+  def _switch_bytes(self) -> int:
+    return self._generation_bytes() - abstract.device_bytes(self.actor.state.weights)
+
+  def _host_bytes(self) -> int:
+    trees = [self.reference.weights] if self.reference else []
+    for role in (self.actor, self.critic):
+      if role:
+        store = role.state.store
+        trees += [store.params, store.opt_state, store.held_weights]
+    return sum(abstract.device_bytes(tree, memory_kind=offload.HOST) for tree in trees)
+
+  def _rows_per_device(self) -> int:
+    settings = self.actor.generator.settings
+    prompts = self.actor.generator.engine.prompts_per_wave(
+      self._plan.config.data.train_batch_size, settings.n
+    )
+    return prompts * settings.n // self._plan.generation_layout.batch_shards
+
+  def _kv_bytes(self, rows: int) -> int:
+    spec, layout = self._plan.source.spec, self._plan.generation_layout
+    heads = self.actor.generator.switch.heads
+    config = self._plan.config
+    length = bucket(config.data.max_prompt_length) + config.data.max_response_length
+    per_token = 2 * spec.num_layers * spec.head_dim * heads.slots
+    size = self.actor.generator.switch.dtype.itemsize
+    return rows * length * per_token * size // layout.mesh.shape["tp"]
+
+  def _needs_old_log_probs(self) -> bool:
+    sequences = self._plan.sizes.sequences
+    several = self.actor.updates_per_batch(sequences) > 1
+    return several or self._algorithm.use_kl_in_reward
+
+  def _actor_columns(self) -> dict[str, Any]:
+    names = [*ACTOR_COLUMNS]
+    names += ["old_log_probs"] if self._needs_old_log_probs() else []
+    names += ["ref_log_probs"] if self.reference else []
+    return dict.fromkeys(names, np.float32)
