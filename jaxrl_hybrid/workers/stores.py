@@ -279,13 +279,12 @@ class StreamedStore:
 
   def visiting_bytes(self) -> int:
     """The largest chunk's share of what lives on the host."""
-    kinds = [(self._where.params, self._params), (self._where.optimizer, self._opt_state)]
+    kinds = [
+      (self._where.params, self._params),
+      (self._where.optimizer, self._opt_state),
+    ]
     return max(
-      sum(
-        abstract.device_bytes(chunks[i], memory_kind=offload.HOST)
-        for on_host, chunks in kinds
-        if on_host
-      )
+      sum(abstract.host_bytes(chunks[i]) for on_host, chunks in kinds if on_host)
       for i in range(2)
     )
 

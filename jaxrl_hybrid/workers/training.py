@@ -21,7 +21,6 @@ from jaxrl_hybrid.workers.stores import (
   ResidentStore,
   Store,
   StreamedStore,
-  shardings_of,
 )
 
 # A metric is (sum, weight), reduced once over all micro-batches; weight 0 makes
