@@ -17,6 +17,7 @@ from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.workers.stores import (
+  RESIDENT,
   Offload,
   ResidentStore,
   Store,
@@ -45,7 +46,7 @@ class TrainState:
     loss_fn: LossFn,
     *,
     clip_grad: float = math.inf,
-    where: Offload = Offload(),
+    where: Offload = RESIDENT,
   ):
     """
     Args:
