@@ -194,9 +194,9 @@ class Decoder:
     return {**self.use(outer, layer=False), "layers": params["layers"]}
 
   def _embed(self, params, tokens_BT, positions_BT):
-    x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT).astype(self.dtype)
+    x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT, self.dtype)
     cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
-    return self._pin(x_BTD.astype(jnp.float32)), cos, sin
+    return self._pin(x_BTD), cos, sin
 
   def _slots(self, *kv_BTKA):
     if self.heads is None:
