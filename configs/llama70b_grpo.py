@@ -52,7 +52,7 @@ def get_config() -> ConfigDict:
   config.data.max_response_length = 1024
   config.data.train_batch_size = 32
   config.rollout.n = 8
-  config.rollout.max_rows = 128
+  config.rollout.max_rows = 64
   config.rewards.functions = ("symbol_match",)
   config.rewards.skip_special_tokens = False
   config.algorithm.name = "grpo"

@@ -25,6 +25,7 @@ from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
+from jaxrl_hybrid.runtime import memory
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import Recorder, SilentRecorder
 from jaxrl_hybrid.runtime.timers import Timers
@@ -246,4 +247,5 @@ def _throughput(metrics: Metrics, timers: Timers) -> Metrics:
   return timing | {
     "perf/throughput": metrics["perf/total_num_tokens"] / seconds,
     "perf/time_per_step": timing["timing_s/step"],
+    **memory.peak_metrics(),
   }

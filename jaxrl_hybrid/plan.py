@@ -1,4 +1,4 @@
-"""python -m jaxrl_hybrid.plan --config configs/qwen70b_ppo.py [--gpu=h100-80gb] [--json]
+"""python -m jaxrl_hybrid.plan --config configs/qwen70b_ppo.py [--gpu=h200] [--json]
 
 What each GPU will hold in each phase of a step, what a switch moves, how many KV
 rows fit, and whether the run fits; without weights and without a GPU. GB = 1e9.

@@ -115,7 +115,9 @@ class Planner:
     yield self._phase("switch", copy | self._beyond(self._compile_switch()))
     yield self._generation_phase(copy)
     if self._needs_old_log_probs():
-      yield self._scoring("old_log_prob", self.actor.log_probs, self.actor.state.weights)
+      yield self._scoring(
+        "old_log_prob", self.actor.log_probs, self.actor.state.weights
+      )
     if self.reference:
       on_device = offload.to_device(self.reference.weights)
       yield self._scoring("ref", self.reference.log_probs, on_device)
@@ -232,7 +234,7 @@ class Planner:
       if role:
         store = role.state.store
         trees += [store.params, store.opt_state, store.held_weights]
-    return sum(abstract.device_bytes(tree, memory_kind=offload.HOST) for tree in trees)
+    return sum(abstract.host_bytes(tree) for tree in trees)
 
   def _rows_per_device(self) -> int:
     settings = self.actor.generator.settings

@@ -73,10 +73,14 @@ class Decoder:
     def attend(q, k, v):
       return self._causal(q, *self._slots(k, v)), None
 
+    context = layers.Context(
+      cos, sin, attend, self.dtype, self._sequence(None), self._sequence("seq")
+    )
+
     def body(x_BTD, layer_params):
       layer_params = self.use(layer_params, layer=True)
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, _ = layer(x_BTD, cos, sin, attend, self.dtype)
+      x_BTD, _ = layer(x_BTD, context)
       return self._pin(x_BTD), None
 
     if self.remat != "none":
@@ -99,7 +103,7 @@ class Decoder:
     caches = []
     for layer_params in params["layers"]:
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, cos, sin, attend, self.dtype)
+      x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
       x_BTD = self._pin(x_BTD)
       caches.append(cache)
     return self._norm(params, x_BTD), caches
@@ -127,7 +131,7 @@ class Decoder:
         return out, (k_BSKA, v_BSKA)
 
       layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, cos, sin, attend, self.dtype)
+      x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
       x_BTD = self._pin(x_BTD)
       updated.append(cache)
     return self._norm(params, x_BTD)[:, 0], updated
@@ -190,9 +194,9 @@ class Decoder:
     return {**self.use(outer, layer=False), "layers": params["layers"]}
 
   def _embed(self, params, tokens_BT, positions_BT):
-    x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT).astype(self.dtype)
+    x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT, self.dtype)
     cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
-    return self._pin(x_BTD.astype(jnp.float32)), cos, sin
+    return self._pin(x_BTD), cos, sin
 
   def _slots(self, *kv_BTKA):
     if self.heads is None:
@@ -201,6 +205,20 @@ class Decoder:
       self.heads.fill_slots(x), ("batch", None, "heads", None)
     )
     return tuple(fill(x) for x in kv_BTKA)
+
+  def _sequence(self, axis: str | None) -> Callable[[jax.Array], jax.Array]:
+    """Pins T to an axis, and T of the gradient to the other one."""
+    pin = lambda x, axis: self.constrain(x, ("batch", axis, None))
+
+    @jax.custom_vjp
+    def move(x):
+      return pin(x, axis)
+
+    move.defvjp(
+      lambda x: (pin(x, axis), None),
+      lambda _, ct: (pin(ct, "seq" if axis is None else None),),
+    )
+    return move
 
   def _causal(self, q_BTHA, k_BTKA, v_BTKA):
     return attention.causal(

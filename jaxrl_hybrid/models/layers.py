@@ -8,6 +8,7 @@ the training and the generation mesh then needs no transposes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,32 @@ from jaxrl_hybrid.ops import matmul
 
 # (q_BTHA, k_BTKA, v_BTKA) -> (out_BTHA, what the caller wants to keep)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def _same(x: jax.Array) -> jax.Array:
+  return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """What a forward pass brings to every layer.
+
+  Attributes:
+    cos, sin: fp32 rotary tables.
+    attend: the attention itself.
+    dtype: of the operands of products.
+    gather: makes an input of column-parallel products whole along T; its
+      gradient is spread again.
+    scatter: spreads the output of a row-parallel product; its gradient is made
+      whole again (sequence parallelism, arXiv:2205.05198).
+  """
+
+  cos: jax.Array
+  sin: jax.Array
+  attend: Attend
+  dtype: jnp.dtype
+  gather: Callable[[jax.Array], jax.Array] = _same
+  scatter: Callable[[jax.Array], jax.Array] = _same
 
 
 class Projection(nnx.Module):
@@ -112,24 +139,17 @@ class Attention(nnx.Module):
       self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
       self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
 
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: Attend,
-    dtype: jnp.dtype,
-  ) -> tuple[jax.Array, Any]:
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
     rows, length, _ = x_BTD.shape
     heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
     q_BTHA, k_BTKA, v_BTKA = (
-      heads(projection(x_BTD, dtype)) for projection in (self.q, self.k, self.v)
+      heads(projection(x_BTD, ctx.dtype)) for projection in (self.q, self.k, self.v)
     )
     if self.spec.qk_norm:
       q_BTHA, k_BTKA = self.q_norm(q_BTHA), self.k_norm(k_BTKA)
-    q_BTHA, k_BTKA = rope.rotate(q_BTHA, cos, sin), rope.rotate(k_BTKA, cos, sin)
-    out_BTHA, kept = attend(q_BTHA, k_BTKA, v_BTKA)
-    return self.o(out_BTHA.reshape(rows, length, -1), dtype), kept
+    q_BTHA, k_BTKA = (rope.rotate(x, ctx.cos, ctx.sin) for x in (q_BTHA, k_BTKA))
+    out_BTHA, kept = ctx.attend(q_BTHA, k_BTKA, v_BTKA)
+    return self.o(out_BTHA.reshape(rows, length, -1), ctx.dtype), kept
 
 
 class MLP(nnx.Module):
@@ -172,17 +192,11 @@ class DecoderLayer(nnx.Module):
     self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
     self.mlp = MLP(spec, rngs=rngs)
 
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: Attend,
-    dtype: jnp.dtype,
-  ) -> tuple[jax.Array, Any]:
-    attended, kept = self.attn(self.attn_norm(x_BTD), cos, sin, attend, dtype)
-    x_BTD = x_BTD + attended
-    return x_BTD + self.mlp(self.mlp_norm(x_BTD), dtype), kept
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    attended, kept = self.attn(ctx.gather(self.attn_norm(x_BTD)), ctx)
+    x_BTD = x_BTD + ctx.scatter(attended)
+    fed = self.mlp(ctx.gather(self.mlp_norm(x_BTD)), ctx.dtype)
+    return x_BTD + ctx.scatter(fed), kept
 
 
 class Table(nnx.Module):

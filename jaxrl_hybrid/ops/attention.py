@@ -119,7 +119,7 @@ def choose(
   if requested == "cudnn" and reason:
     raise ConfigError(f"model.attention=cudnn does not work here: {reason}; use auto")
   choice = "xla" if reason else "cudnn"
-  logging.info("attention: %s (%s)", choice, reason or "cuDNN probe passed")
+  logging.info("attention: %s (%s)", choice, reason or "cuDNN works here")
   return choice
 
 

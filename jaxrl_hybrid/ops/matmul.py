@@ -57,11 +57,11 @@ def product(x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype) -> ja
   return _product(x, kernel, None, equation, dtype)
 
 
-def lookup(table: Weight, indices: jax.Array) -> jax.Array:
-  """Rows ``table[indices]``, in the table's dtype."""
+def lookup(table: Weight, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Rows ``table[indices]`` rounded to ``dtype``, in fp32 as is their gradient."""
   if isinstance(table, Kernel):
-    return _lookup(table.value, table.slot, indices)
-  return table[indices]
+    return _lookup(table.value, table.slot, indices, dtype)
+  return table[indices].astype(dtype).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -98,20 +98,21 @@ def _backward(equation, dtype, residuals, cotangent):
 _product.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def _lookup(table, slot, indices):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _lookup(table, slot, indices, dtype):
   del slot
-  return table[indices]
+  return table[indices].astype(dtype).astype(jnp.float32)
 
 
-def _lookup_forward(table, slot, indices):
-  return table[indices], (table, indices)
+def _lookup_forward(table, slot, indices, dtype):
+  return _lookup(table, slot, indices, dtype), (table, indices)
 
 
-def _lookup_backward(residuals, cotangent):
+def _lookup_backward(dtype, residuals, cotangent):
+  del dtype
   table, indices = residuals
   zeros = jnp.zeros(table.shape, jnp.float32)
-  return None, zeros.at[indices].add(cotangent.astype(jnp.float32)), None
+  return None, zeros.at[indices].add(cotangent), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

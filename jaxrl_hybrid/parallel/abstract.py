@@ -28,10 +28,28 @@ def call(program: Callable[..., Any], *args: Any) -> Any:
   return jax.eval_shape(program, *args) if is_abstract(args) else program(*args)
 
 
-def device_bytes(tree: Any, *, memory_kind: str = "device") -> int:
-  """Bytes of a tree's shards on the device that holds most, in one kind of memory."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-    if (x.sharding.memory_kind or "device") == memory_kind
-  )
+class HostShape(jax.ShapeDtypeStruct):
+  """The shape of an array in pinned host memory.
+
+  Devices that are not there forget the memory kind of a sharding, so the kind
+  is part of the type here.
+  """
+
+
+def device_bytes(tree: Any) -> int:
+  """Bytes of a tree's shards on one device (the one that holds most)."""
+  return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if not is_on_host(x))
+
+
+def host_bytes(tree: Any) -> int:
+  """Bytes of a tree's shards in pinned host memory, per device."""
+  return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x))
+
+
+def is_on_host(x: Any) -> bool:
+  """Whether an array, or the shape of one, is in pinned host memory."""
+  return isinstance(x, HostShape) or x.sharding.memory_kind == "pinned_host"
+
+
+def _shard_bytes(x: Any) -> int:
+  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -75,5 +75,5 @@ def describe(train: Mesh, generation: Mesh) -> str:
   return (
     f"mesh: train pp={pp} tp={tp} dp={dp}; generation pp={sizes['pp']} "
     f"tp={sizes['tp']} dp={dp} micro_dp={micro}; "
-    f"{train.devices.size} of {len(jax.devices())} {jax.default_backend()} devices"
+    f"{train.devices.size} {train.devices.flat[0].device_kind} devices"
   )

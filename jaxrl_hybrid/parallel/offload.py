@@ -11,29 +11,33 @@ from typing import Any
 
 import jax
 
-from jaxrl_hybrid.parallel.abstract import is_abstract
-
-HOST, DEVICE = "pinned_host", "device"
+from jaxrl_hybrid.parallel import abstract
 
 
 def to_host(tree: Any) -> Any:
   """A copy in pinned host memory; drop the original to free the device."""
-  return _move(tree, HOST)
+  if abstract.is_abstract(tree):
+    return _as_type(tree, abstract.HostShape)
+  return _move(tree, "pinned_host")
 
 
 def to_device(tree: Any) -> Any:
   """A copy in device memory."""
-  return _move(tree, DEVICE)
+  if abstract.is_abstract(tree):
+    return _as_type(tree, jax.ShapeDtypeStruct)
+  return _move(tree, "device")
 
 
 def is_on_host(tree: Any) -> bool:
   """Whether every leaf is in pinned host memory."""
-  return all(x.sharding.memory_kind == HOST for x in jax.tree.leaves(tree))
+  return all(abstract.is_on_host(x) for x in jax.tree.leaves(tree))
 
 
 def _move(tree: Any, kind: str) -> Any:
   shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
-  if is_abstract(tree):
-    moved = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    return jax.tree.map(moved, tree, shardings)
   return jax.device_put(tree, shardings)
+
+
+def _as_type(tree: Any, kind: type[jax.ShapeDtypeStruct]) -> Any:
+  convert = lambda x: kind(x.shape, x.dtype, sharding=x.sharding)
+  return jax.tree.map(convert, tree)

@@ -20,7 +20,7 @@ from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.generator import Generator
 from jaxrl_hybrid.workers.scoring import Scorer
-from jaxrl_hybrid.workers.stores import Offload
+from jaxrl_hybrid.workers.stores import RESIDENT, Offload
 from jaxrl_hybrid.workers.training import (
   Maxima,
   TrainState,
@@ -78,7 +78,7 @@ class Actor:
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
-    where: Offload = Offload(),
+    where: Offload = RESIDENT,
   ):
     self.state = TrainState(
       params,

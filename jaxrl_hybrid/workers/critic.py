@@ -15,7 +15,7 @@ from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.scoring import Scorer
-from jaxrl_hybrid.workers.stores import Offload
+from jaxrl_hybrid.workers.stores import RESIDENT, Offload
 from jaxrl_hybrid.workers.training import TrainState, masked, mini_batches, summarize
 
 
@@ -45,7 +45,7 @@ class Critic:
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
-    where: Offload = Offload(),
+    where: Offload = RESIDENT,
   ):
     self.state = TrainState(
       params,

@@ -46,6 +46,9 @@ class Offload:
     return self.optimizer or self.params or self.weights
 
 
+RESIDENT = Offload()
+
+
 class Store(Protocol):
   """Stored parameters, moments, and the weights made from them.
 
@@ -237,10 +240,9 @@ class StreamedStore:
     weights, self._weights = self.weights, None
     outer, layers = _outside(weights), weights["layers"]
     del weights
-    here = self._fetch(0)
+    arriving = self._fetch(0)
     for i in range(self._groups + 1):
-      params, opt_state = here
-      del here
+      params, opt_state = arriving
       if i == 0:
         del outer
         params, opt_state, outer = self.update_outer(
@@ -250,8 +252,7 @@ class StreamedStore:
         params, opt_state, layers = self.update_group(
           params, opt_state, layers, grads["layers"], metrics, jnp.int32(i - 1)
         )
-      if i < self._groups:
-        here = self._fetch(i + 1)
+      arriving = self._fetch(i + 1) if i < self._groups else None
       self._params[i] = self._park(params, self._where.params)
       self._opt_state[i] = self._park(opt_state, self._where.optimizer)
     self._weights = {**outer, "layers": layers}
@@ -279,13 +280,12 @@ class StreamedStore:
 
   def visiting_bytes(self) -> int:
     """The largest chunk's share of what lives on the host."""
-    kinds = [(self._where.params, self._params), (self._where.optimizer, self._opt_state)]
+    kinds = [
+      (self._where.params, self._params),
+      (self._where.optimizer, self._opt_state),
+    ]
     return max(
-      sum(
-        abstract.device_bytes(chunks[i], memory_kind=offload.HOST)
-        for on_host, chunks in kinds
-        if on_host
-      )
+      sum(abstract.host_bytes(chunks[i]) for on_host, chunks in kinds if on_host)
       for i in range(2)
     )
 

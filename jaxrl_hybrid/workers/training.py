@@ -17,11 +17,11 @@ from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.workers.stores import (
+  RESIDENT,
   Offload,
   ResidentStore,
   Store,
   StreamedStore,
-  shardings_of,
 )
 
 # A metric is (sum, weight), reduced once over all micro-batches; weight 0 makes
@@ -46,7 +46,7 @@ class TrainState:
     loss_fn: LossFn,
     *,
     clip_grad: float = math.inf,
-    where: Offload = Offload(),
+    where: Offload = RESIDENT,
   ):
     """
     Args:

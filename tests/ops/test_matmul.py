@@ -73,3 +73,98 @@ def test_row_scaling_keeps_float16_from_overflowing():
   row = np.abs(expected).max(-1, keepdims=True)
   assert (np.abs(got - expected) / row).max() < 2e-3
   assert (got[1] == matmul.product(x, kernel, "bti,oi->bto", half)[1]).all()
+
+
+def kernel_of(value, dtype):
+  """Weights rounded to ``dtype``, and their slot."""
+  value = jnp.asarray(value, dtype)
+  return matmul.Kernel(value, jnp.zeros(value.shape, jnp.float32))
+
+
+def slot_gradient(loss, kernel):
+  """Gradient of a loss of a ``Kernel`` with respect to its slot."""
+  return jax.grad(lambda slot: loss(matmul.Kernel(kernel.value, slot)))(kernel.slot)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_gradient_of_a_slot_is_fp32_and_not_rounded(dtype, equation):
+  x, kernel = operands(equation)
+  weight = np.random.default_rng(1).normal(size=(2, 3, 7)).astype(np.float32)
+  low = matmul.backward_dtype(jnp.dtype(dtype))
+  # Exact products of operands that the backward pass does not round either.
+  x, weight = (np.array(jnp.asarray(a, low).astype(jnp.float32)) for a in (x, weight))
+  loss = lambda k: jnp.sum(weight * matmul.product(x, k, equation, jnp.dtype(dtype)))
+  got = slot_gradient(loss, kernel_of(kernel, dtype))
+  of_x, of_kernel, of_out = equation.replace("->", ",").split(",")
+  expected = np.einsum(f"{of_out},{of_x}->{of_kernel}", weight, x, dtype=np.float64)
+  assert got.dtype == jnp.float32 and got.shape == kernel.shape
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+  # The gradient of an array has the array's format: of 16 bits it is rounded.
+  array = jax.grad(loss)(jnp.asarray(kernel, dtype))
+  error = np.abs(np.asarray(array, np.float64) - expected).max()
+  assert (error > 1e-4) == (dtype != "float32")
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_kernel_multiplies_like_its_value_and_its_slot_is_never_read(dtype, equation):
+  x, kernel = operands(equation)
+  wrapped = kernel_of(kernel, dtype)
+  poisoned = matmul.Kernel(wrapped.value, jnp.full_like(wrapped.slot, jnp.nan))
+  dtype = jnp.dtype(dtype)
+  for function in (matmul.product, matmul.row_scaled_product):
+    plain = function(x, wrapped.value, equation, dtype)
+    for weights in (wrapped, poisoned):
+      np.testing.assert_array_equal(function(x, weights, equation, dtype), plain)
+    of_x = lambda w: jax.grad(lambda x: jnp.sum(function(x, w, equation, dtype) ** 2))(
+      x
+    )
+    np.testing.assert_array_equal(of_x(poisoned), of_x(wrapped.value))
+
+
+def test_gradients_of_a_slot_add_up_over_its_uses():
+  x, kernel = operands("bti,oi->bto")
+  twice = lambda k: sum(
+    jnp.sum(matmul.product(a, k, "bti,oi->bto", jnp.dtype("float32")))
+    for a in (x, 2 * x)
+  )
+  got = slot_gradient(twice, kernel_of(kernel, "float32"))
+  expected = np.broadcast_to(3 * x.sum((0, 1)), kernel.shape)
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_gradient_of_a_lookup_is_an_fp32_scatter_add(dtype):
+  rng = np.random.default_rng(0)
+  table = kernel_of(rng.normal(size=(9, 4)), dtype)
+  indices = np.array([[3, 0, 3], [8, 3, 0]])  # rows once, twice, three times, never
+  # float16 would make 0 of all of it.
+  weight = (1e-9 * rng.normal(size=(2, 3, 4))).astype(np.float32)
+  dtype = jnp.dtype(dtype)
+  rows = matmul.lookup(table, indices, dtype)
+  np.testing.assert_array_equal(rows, np.asarray(table.value, np.float32)[indices])
+  assert rows.dtype == jnp.float32
+  loss = lambda t: jnp.sum(weight * matmul.lookup(t, indices, dtype))
+  expected = np.zeros((9, 4), np.float64)
+  np.add.at(expected, indices, weight)
+  got = slot_gradient(loss, table)
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-15)
+
+
+def test_many_small_gradients_of_a_row_are_not_lost():
+  """4096 times 1 is 4096; a bfloat16 sum would stop at 256."""
+  table, indices = kernel_of(np.ones((2, 1)), "bfloat16"), np.zeros(4096, np.int32)
+  loss = lambda t: jnp.sum(matmul.lookup(t, indices, jnp.dtype("bfloat16")))
+  np.testing.assert_array_equal(slot_gradient(loss, table), [[4096.0], [0.0]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_lookup_in_an_fp32_table_rounds_as_a_kernel_does(dtype):
+  table = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+  indices = np.array([4, 1, 4])
+  plain = matmul.lookup(jnp.asarray(table), indices, jnp.dtype(dtype))
+  kernel = matmul.lookup(kernel_of(table, dtype), indices, jnp.dtype(dtype))
+  np.testing.assert_array_equal(plain, kernel)
+  assert (np.asarray(plain) != table[indices]).any()

@@ -1,14 +1,20 @@
 """The switch from training to generation layout, leaf by leaf."""
 
+import dataclasses
+import functools
+
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.errors import SwitchError
+from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.parallel import hybrid, rules
+from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
+from jaxrl_hybrid.parallel import weights as weights_lib
 
 LAYERS = 3
 SPEC = ModelSpec(
@@ -26,85 +32,140 @@ SPEC = ModelSpec(
   out_bias=True,
   mlp_bias=True,
 )
-AXES = params_lib.logical_axes(SPEC)
+ODD = dataclasses.replace(SPEC, num_heads=9, num_kv_heads=3)
+GROUPED = dataclasses.replace(SPEC, num_heads=14, num_kv_heads=2)
 IS_AXES = lambda x: isinstance(x, tuple)
+HALF, FULL = jnp.bfloat16, jnp.float32
+# (training (pp, tp, dp), generation (p_g, t_g), zero, dtype)
+MESHES = [
+  ((1, 1, 1), (1, 1), 1, FULL),
+  ((1, 4, 2), (1, 1), 1, HALF),
+  ((1, 4, 2), (1, 2), 1, HALF),
+  ((1, 2, 4), (1, 2), 3, FULL),
+  ((2, 2, 2), (1, 2), 1, HALF),
+  ((3, 2, 2), (1, 1), 3, jnp.float16),
+  ((2, 4, 2), (2, 2), 1, FULL),
+]
+GATHERS = [((1, 4, 2), (1, 2), 1), ((4, 2, 2), (1, 2), 1), ((2, 2, 2), (1, 1), 3)]
 
 
-def setup(train=(1, 4, 2), generation=(1, 2), dtype=jnp.bfloat16):
-  """(training parameters, engine, generation layout); every number differs."""
+@functools.cache
+def setup(train=(1, 4, 2), generation=(1, 2), zero=1, dtype=HALF, spec=SPEC):
+  """(host parameters, weights, engine); every number differs. Compiled once."""
   mesh = mesh_lib.train_mesh(train)
-  source = rules.Layout(mesh, rules.TRAIN)
-  target = rules.Layout(mesh_lib.generation_mesh(mesh, generation), rules.GENERATION)
+  source = weights_lib.WeightLayout(
+    spec,
+    weights_lib.train_layout(spec, mesh, sequence_parallel=False),
+    jnp.dtype(dtype),
+    zero,
+  )
+  target = weights_lib.generation_layout(
+    spec, mesh_lib.generation_mesh(mesh, generation)
+  )
   rng = np.random.default_rng(0)
-  numbers = jax.tree.map(
+  host = jax.tree.map(
     lambda leaf: rng.normal(size=leaf.shape).astype(np.float32),
-    params_lib.abstract_params(SPEC, vocab=SPEC.padded_vocab(4)),
+    source.abstract_params(),
   )
-  params = jax.device_put(numbers, source.shardings(AXES))
-  return params, hybrid.HybridEngine(AXES, target, dtype, LAYERS), target
+  shardings = jax.tree.map(lambda x: x.sharding, source.abstract_weights())
+  prepare = jax.jit(source.prepare, out_shardings=shardings)
+  return host, prepare(host), hybrid.HybridEngine(source, target)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize(
-  "train,generation",
-  [((1, 1, 1), (1, 1)), ((1, 4, 2), (1, 1)), ((1, 4, 2), (1, 2)), ((1, 2, 4), (1, 2))],
-)
-def test_kernels_are_cast_and_the_rest_is_kept(train, generation, dtype):
-  params, engine, target = setup(train, generation, dtype)
-  got, _ = engine.to_generation(params)
-  assert set(got) == set(params)
-  assert isinstance(got["layers"], list) and len(got["layers"]) == LAYERS
-  expected = jax.tree_util.tree_map_with_path(
-    lambda path, x: np.asarray(x).astype(
-      dtype if path[-1].key == "kernel" else np.float32
-    ),
-    params,
+def expected_copy(host, engine, dtype):
+  """Layers as a list, kernels in ``dtype``, heads as generation wants them."""
+  cast = lambda path, x: x.astype(dtype if path[-1].key == "kernel" else np.float32)
+  host = jax.tree_util.tree_map_with_path(cast, host)
+  spec = engine.source.spec
+  plan = heads_lib.plan_heads(
+    spec.num_heads, spec.num_kv_heads, engine.target.mesh.shape["tp"]
   )
-  stacked = expected.pop("layers")
-  expected["layers"] = [jax.tree.map(lambda x: x[i], stacked) for i in range(LAYERS)]
+  stack = jax.device_get(heads_lib.pad_heads(host["layers"], plan, spec.head_dim))
+  layers = [jax.tree.map(lambda x: x[i], stack) for i in range(spec.num_layers)]
+  return {**host, "layers": layers}
+
+
+def assert_same(got, expected):
   assert jax.tree.structure(got) == jax.tree.structure(expected)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), expected)
-  assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(
-    lambda x: x.dtype, expected
-  )
+  same = jax.tree.map(lambda a, b: a.dtype == b.dtype, got, expected)
+  assert all(jax.tree.leaves(same))
 
 
-def test_every_leaf_has_the_sharding_of_the_generation_layout():
-  params, engine, target = setup()
-  got, _ = engine.to_generation(params)
-  layer = jax.tree.map(lambda names: names[1:], AXES["layers"], is_leaf=IS_AXES)
-  wanted = target.shardings({**AXES, "layers": [layer] * LAYERS})
+@pytest.mark.parametrize("train,generation,zero,dtype", MESHES)
+def test_every_layer_arrives_as_it_was(train, generation, zero, dtype):
+  host, weights, engine = setup(train, generation, zero, dtype)
+  got, _ = engine.to_generation(weights)
+  assert isinstance(got["layers"], list) and len(got["layers"]) == LAYERS
+  assert_same(got, expected_copy(host, engine, dtype))
+  engine.verify()
+
+
+@pytest.mark.parametrize(
+  "spec,train,generation,zero",
+  [
+    (ODD, (1, 2, 2), (1, 2), 1),
+    (ODD, (1, 4, 2), (1, 2), 1),
+    (ODD, (2, 8, 1), (1, 4), 3),
+    (ODD, (1, 16, 1), (1, 8), 1),
+    (GROUPED, (1, 4, 2), (1, 2), 1),
+    (GROUPED, (2, 4, 2), (1, 1), 3),
+    (GROUPED, (2, 8, 1), (1, 4), 1),
+  ],
+  ids=lambda x: f"{x.num_heads}/{x.num_kv_heads}" if x in (ODD, GROUPED) else str(x),
+)
+def test_heads_arrive_as_generation_wants_them(spec, train, generation, zero):
+  host, weights, engine = setup(train, generation, zero, spec=spec)
+  got, _ = engine.to_generation(weights)
+  assert_same(got, expected_copy(host, engine, HALF))
+  engine.verify()
+
+
+@pytest.mark.parametrize("spec", [SPEC, ODD], ids=["4/4", "9/3"])
+def test_every_leaf_has_the_sharding_of_the_generation_layout(spec):
+  _, weights, engine = setup((2, 4, 2), (1, 2), spec=spec)
+  got, _ = engine.to_generation(weights)
+  axes = engine.source.axes
+  layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=IS_AXES)
+  wanted = engine.target.shardings({**axes, "layers": [layer] * LAYERS}, got)
   same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), got, wanted)
   assert all(jax.tree.leaves(same))
   q = got["layers"][0]["attn"]["q"]["kernel"]
-  assert q.shape == (32, 16) and q.sharding.shard_shape(q.shape) == (16, 16)
+  assert q.sharding.shard_shape(q.shape) == (q.shape[0] // 2, 16)
 
 
 def test_the_switch_does_not_go_through_the_host():
-  params, engine, target = setup()
-  before = jax.device_get(params)
+  _, weights, engine = setup()
+  before = jax.device_get(weights)
+  shardings = jax.tree.map(lambda x: x.sharding, engine.to_generation(weights)[0])
+  outside = {name: leaf for name, leaf in weights.items() if name != "layers"}
+  number = jax.device_put(np.int32(1), engine.source.train.replicated)
   with jax.transfer_guard("disallow_explicit"):
-    got, _ = engine.to_generation(params)
-    jax.block_until_ready(got)
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), before)
+    jax.block_until_ready(engine.switch_slot(weights["layers"], number))
+    jax.block_until_ready(engine.switch_outer(outside))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(weights), before)
   # The guard sees what it should: the same move by an eager device_put.
   with jax.transfer_guard("disallow_explicit"):
     with pytest.raises(Exception, match="[Dd]isallowed"):
-      jax.block_until_ready(jax.device_put(params, target.shardings(AXES)))
+      embed = weights["embed"]["kernel"]
+      moved = jax.device_put(embed, shardings["embed"]["kernel"])
+      jax.block_until_ready(moved)
 
 
 def test_the_version_counts_the_switches_and_compiles_once():
-  params, engine, _ = setup()
+  _, weights, engine = setup.__wrapped__((2, 2, 2), (1, 1))
   assert engine.version == 0
-  assert [engine.to_generation(params)[1] for _ in range(3)] == [1, 2, 3]
-  assert engine.version == 3 and engine._switch._cache_size() == 1
+  assert [engine.to_generation(weights)[1] for _ in range(3)] == [1, 2, 3]
+  assert engine.version == 3
+  # Two layers of each stage, three times, by one program.
+  assert engine.switch_slot._cache_size() == engine.switch_outer._cache_size() == 1
 
 
-def test_the_copy_follows_the_parameters():
-  params, engine, _ = setup(dtype=jnp.float32)
-  first, _ = engine.to_generation(params)
+def test_the_copy_follows_the_weights():
+  _, weights, engine = setup(dtype=FULL)
+  first, _ = engine.to_generation(weights)
   second, _ = engine.to_generation(
-    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p))(params)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))(weights)
   )
   jax.tree.map(
     lambda a, b: np.testing.assert_array_equal(a + 1, b),
@@ -113,8 +174,110 @@ def test_the_copy_follows_the_parameters():
   )
 
 
-def test_the_switch_gathers_inside_micro_dp_groups_only():
-  params, engine, _ = setup()
-  text = engine._switch.lower(params).compile().as_text()
-  assert "all-gather" in text
-  assert "all-to-all" not in text and "collective-permute" not in text
+@pytest.mark.parametrize("train,generation,zero", GATHERS)
+def test_the_switch_gathers_inside_micro_dp_groups_only(train, generation, zero):
+  _, weights, engine = setup(train, generation, zero)
+  mesh = engine.target.mesh
+  # Weights that are spread over dp as well are gathered there too.
+  inner = ("dp",) * (zero == 3) + mesh_lib.MICRO_DP
+  order = sorted(mesh.axis_names, key=lambda name: name in inner)
+  ids = np.vectorize(lambda d: d.id)(mesh.devices)
+  ids = ids.transpose([mesh.axis_names.index(name) for name in order])
+  groups = ids.reshape(-1, np.prod([mesh.shape[name] for name in inner]))
+  group_of = {device: i for i, row in enumerate(groups.tolist()) for device in row}
+  slot = engine.switch_slot.lower(weights["layers"], jnp.int32(0)).compile()
+  outside = {name: leaf for name, leaf in weights.items() if name != "layers"}
+  outer = engine.switch_outer.lower(outside).compile()
+  for compiled in (slot, outer):
+    found = hlo.collectives(compiled.as_text(), hlo.device_ids(compiled))
+    assert {c.kind for c in found} <= {"all-gather", "collective-permute", "all-reduce"}
+    for collective in found:
+      for group in collective.groups:
+        assert len({group_of[device] for device in group}) == 1, collective
+  assert "all-gather" in slot.as_text()
+
+
+def alter_on_the_way(monkeypatch, engine, layer, leaf):
+  """From now on one element of one layer arrives with its lowest bit flipped."""
+  per_stage = engine.source.padded_layers // engine.source.stages
+  stage, slot = divmod(layer, per_stage)
+  genuine = engine.switch_slot
+
+  def flip(x):
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, unsigned).reshape(-1)
+    bits = bits.at[x.size // 3].set(bits[x.size // 3] ^ 1).reshape(x.shape)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+  def switch_slot(layers, j):
+    arrived = genuine(layers, j)
+    if j == slot:
+      attn = arrived[stage]["attn"]
+      attn[leaf] = {k: flip(x) if k == "kernel" else x for k, x in attn[leaf].items()}
+    return arrived
+
+  monkeypatch.setattr(engine, "switch_slot", switch_slot)
+
+
+@pytest.mark.parametrize("layer,leaf", [(0, "q"), (1, "v"), (2, "o")])
+def test_an_element_altered_on_the_way_is_found_and_its_layer_named(
+  layer, leaf, monkeypatch
+):
+  _, weights, engine = setup((2, 2, 2), (1, 2))
+  alter_on_the_way(monkeypatch, engine, layer, leaf)
+  engine.to_generation(weights)
+  with pytest.raises(
+    SwitchError, match=rf"version {engine.version}.*layers {layer} differ"
+  ):
+    engine.verify()
+
+
+def test_an_altered_embedding_is_found_too(monkeypatch):
+  _, weights, engine = setup()
+  genuine = engine.switch_outer
+
+  def switch_outer(outside):
+    arrived = genuine(outside)
+    embed = arrived["embed"]["kernel"]
+    return arrived | {"embed": {"kernel": embed.at[3, 5].multiply(-1)}}
+
+  monkeypatch.setattr(engine, "switch_outer", switch_outer)
+  engine.to_generation(weights)
+  with pytest.raises(SwitchError, match=f"layers {LAYERS} differ.*stands for embed"):
+    engine.verify()
+
+
+def test_swapped_heads_and_swapped_layers_are_found(monkeypatch):
+  _, weights, engine = setup((1, 1, 1), (1, 1), dtype=FULL)
+  genuine = engine.switch_slot
+
+  def swap(x):
+    return jnp.concatenate([x[8:16], x[:8], x[16:]])
+
+  def swapped_heads(layers, j):
+    arrived = genuine(layers, j)
+    kernel = arrived[0]["attn"]["k"]["kernel"]
+    arrived[0]["attn"]["k"] |= {"kernel": swap(kernel)}
+    return arrived
+
+  monkeypatch.setattr(engine, "switch_slot", swapped_heads)
+  engine.to_generation(weights)
+  with pytest.raises(SwitchError, match="layers 0, 1, 2 differ"):
+    engine.verify()
+  swapped_layers = lambda layers, j: genuine(layers, jnp.int32([0, 2, 1][int(j)]))
+  monkeypatch.setattr(engine, "switch_slot", swapped_layers)
+  engine.to_generation(weights)
+  with pytest.raises(SwitchError, match="layers 1, 2 differ"):
+    engine.verify()
+
+
+def test_a_switch_is_verified_once():
+  _, weights, engine = setup()
+  engine.verify()  # nothing yet
+  engine.to_generation(weights)
+  engine._found = engine._found + 1
+  with pytest.raises(SwitchError):
+    engine.verify()
+  engine.verify()
+  engine.to_generation(weights)
+  engine.verify()

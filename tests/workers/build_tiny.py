@@ -240,7 +240,7 @@ def make_actor(
     state.store.opt_state,
   )
   state.updates = 0
-  actor._generator.drop_weights()
+  actor.generator.drop_weights()
   return actor
 
 
