@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import abstract, digest, multihost
+from jaxrl_hybrid.parallel import abstract, digest
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
 
@@ -82,7 +82,7 @@ class HybridEngine:
     """
     if self._expected is None:
       return
-    expected, found = multihost.fetch((self._expected, self._found))
+    expected, found = jax.device_get((self._expected, self._found))
     self._expected = self._found = None
     wrong = [str(i) for i in (expected != found).nonzero()[0]]
     if wrong:
