@@ -42,6 +42,10 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
   except JaxrlError as error:
     sys.stdout.flush()
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    launch.leave_failed(USER_ERROR)
     sys.exit(USER_ERROR)
   except BrokenPipeError:
     os._exit(1)
+  except Exception:
+    launch.leave_failed(1)
+    raise

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,7 +38,8 @@ _SCHEDULERS = (
   ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
 HEARTBEAT_S = 30  # a process that is silent for so long is taken for dead
-SHUTDOWN_S = 20  # how long a process that ends waits for the others to end
+SHUTDOWN_S = 60  # how long a process that ends waits for the others to end
+FAILED_S = 10.0  # the same of one that has failed, maybe alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,18 @@ def setup(config: ConfigDict) -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache))
   if group:
     _join(group)
+
+
+def leave_failed(code: int) -> None:
+  """Call it before this process ends with an exit code that is not 0.
+
+  If the others fail in the same way, all end together. If they do not, this one
+  goes after a moment, and whoever started it can end the rest.
+  """
+  if jax.distributed.is_initialized():
+    timer = threading.Timer(FAILED_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def setup_logging(level: str) -> None:
