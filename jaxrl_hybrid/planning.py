@@ -203,8 +203,7 @@ class Planner:
     temporary = memory["temp"] + memory["output"] - memory["alias"]
     chunks = {}
     if isinstance(state.store, StreamedStore):
-      # One chunk is updated, the next arrives, the one before leaves.
-      chunks = {"optimizer chunks": 3 * state.store.visiting_bytes()}
+      chunks = {"optimizer chunks": state.store.visiting_bytes()}
     elif held:
       size |= {f"{role} weights": -held}  # made anew after the update
     yield self._phase(

@@ -77,16 +77,31 @@ class Decoder:
       cos, sin, attend, self.dtype, self._sequence(None), self._sequence("seq")
     )
 
-    def body(x_BTD, layer_params):
+    def one(x_BTD, layer_params):
       layer_params = self.use(layer_params, layer=True)
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, _ = layer(x_BTD, context)
-      return self._pin(x_BTD), None
+      return self._pin(x_BTD)
 
     if self.remat != "none":
-      body = jax.checkpoint(body, prevent_cse=False)
-    stage = lambda layers, x_BTD: jax.lax.scan(body, x_BTD, layers)[0]
-    x_BTD = self._run(stage, params["layers"], x_BTD)
+      one = jax.checkpoint(one, prevent_cse=False)
+
+    def body(carry, xs):
+      x_BTD, slots = carry
+      values, i = xs
+      mine = None
+      if slots is not None:
+        mine, slots = matmul.take_slots(slots, i)
+      return (one(x_BTD, matmul.join_slots(values, mine)), slots), None
+
+    def stage(values, x_BTD, slots):
+      count = jax.tree.leaves(values)[0].shape[0]
+      return jax.lax.scan(body, (x_BTD, slots), (values, jnp.arange(count)))[0]
+
+    values, slots, seeds = matmul.split_slots(params["layers"])
+    x_BTD, slots = self._run(stage, values, x_BTD, slots)
+    if slots is not None:
+      x_BTD = matmul.start_from(x_BTD, slots, seeds)
     return self._norm(params, x_BTD)
 
   def prefill(
@@ -154,7 +169,8 @@ class Decoder:
     Index t belongs to token t; index 0 is 0, nothing predicts it.
     """
     params = self._outer(params)
-    hidden_BTD = self.constrain(self.hidden(params, tokens_BT), ("batch", None, None))
+    hidden_BTD = self.hidden(params, tokens_BT)
+    hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
     log_probs, entropy = logprob.token_log_probs(
       hidden_BTD[:, :-1],
       self.head(params),
@@ -173,15 +189,16 @@ class Decoder:
     values_BT = jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
     return _shift_right(values_BT[:, :-1])
 
-  def _run(self, stage: Callable[[Any, jax.Array], jax.Array], layers, x_BTD):
+  def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
     if self.stages == 1:
-      return stage(layers, x_BTD)
+      return stage(values, x_BTD, slots)
     if self.remat == "stage":
       stage = jax.checkpoint(stage, prevent_cse=False)
     return pipeline.run(
       stage,
-      layers,
+      values,
       x_BTD,
+      slots,
       stages=self.stages,
       microbatches=self.microbatches,
       pin=self._pin,

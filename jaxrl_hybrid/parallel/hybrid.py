@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import abstract, digest
-from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel import abstract, digest, multihost
+from jaxrl_hybrid.parallel.rules import Axes, Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
 
 
@@ -82,7 +83,7 @@ class HybridEngine:
     """
     if self._expected is None:
       return
-    expected, found = jax.device_get((self._expected, self._found))
+    expected, found = multihost.fetch((self._expected, self._found))
     self._expected = self._found = None
     wrong = [str(i) for i in (expected != found).nonzero()[0]]
     if wrong:
@@ -100,35 +101,58 @@ class HybridEngine:
 
   def _slot(self, layers: Any, j: jax.Array) -> list[Any]:
     """Layer j of every stage, as a list over the stages."""
+    leaves, structure = jax.tree.flatten(layers)
+    names = structure.flatten_up_to(self.source.axes["layers"])
+    targets = structure.flatten_up_to(self._gathered_axes)
+    arrived, matrices = [], []
+    for leaf, axes, target in zip(leaves, names, targets, strict=True):
+      if leaf.ndim == 3 and len(matrices) > 1:
+        # One is gathered while the one before is taken apart. Without this, XLA
+        # gathers all of them first, which takes the memory of the whole slot.
+        j, _ = jax.lax.optimization_barrier((j, matrices[-2]))
+      arrived.append(self._slot_of_leaf(leaf, j, axes, target))
+      if leaf.ndim == 3 and self.source.stages > 1:
+        matrices.append(arrived[-1])
+    stages = [structure.unflatten(stage) for stage in zip(*arrived, strict=True)]
+    return [self._arrange_heads(layer) for layer in stages]
 
-    def take(leaf, axes):
-      split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
-      leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
-      return self.source.placed.constrain(leaf, axes)
+  def _slot_of_leaf(
+    self, leaf: jax.Array, j: jax.Array, axes: Axes, target: Axes
+  ) -> list[jax.Array]:
+    """Over pp first: that stack is taken apart by a copy, so it had better be small.
 
-    taken = jax.tree.map(take, layers, self.source.axes["layers"])
-    taken = self._pad_heads(self._gather(taken))
-    pick = lambda stage: jax.tree.map(lambda leaf: leaf[stage], taken)
-    return [pick(stage) for stage in range(self.source.stages)]
+    Gathered over tp afterwards, each layer lands where it stays.
+    """
+    split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
+    leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
+    leaf = self.source.placed.constrain(leaf, axes)
+    leaf = self.source.placed.constrain(leaf, (None, *axes[1:]))
+    return [self.target.constrain(x, target) for x in leaf]
 
-  def _gather(self, taken: Any) -> Any:
-    """Whole stages, heads still as in training."""
-    axes = jax.tree.map(
-      lambda names: (None, *names), self._layer_axes, is_leaf=_is_axes
-    )
-    if self.heads != self.source.heads:
-      # Other heads sit on other devices: the rows are arranged anew, unsharded.
-      axes["attn"] = jax.tree.map(
-        lambda names: (None,) * len(names), axes["attn"], is_leaf=_is_axes
-      )
-    return jax.tree.map(self.target.constrain, taken, axes)
+  @property
+  def _gathered_axes(self) -> Any:
+    """Of one layer, heads still in training's order."""
+    if self._keeps_heads:
+      return self._layer_axes
+    # Other heads sit on other devices: the rows are arranged anew, unsharded.
+    whole = lambda names: (None,) * len(names)
+    attn = jax.tree.map(whole, self._layer_axes["attn"], is_leaf=_is_axes)
+    return {**self._layer_axes, "attn": attn}
 
-  def _pad_heads(self, taken: Any) -> Any:
-    if self.heads == self.source.heads:
-      return taken
-    spec = self.source.spec
-    taken = heads_lib.unpad_heads(taken, self.source.heads, spec.head_dim)
-    return heads_lib.pad_heads(taken, self.heads, spec.head_dim)
+  @property
+  def _keeps_heads(self) -> bool:
+    """Whether the rows of the projections are the same in both layouts."""
+    pairs = zip(_head_order(self.heads), _head_order(self.source.heads), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+  def _arrange_heads(self, layer: Any) -> Any:
+    if self._keeps_heads:
+      return layer
+    head_dim = self.source.spec.head_dim
+    stack = {"attn": jax.tree.map(lambda x: x[None], layer["attn"])}
+    stack = heads_lib.unpad_heads(stack, self.source.heads, head_dim)
+    stack = heads_lib.pad_heads(stack, self.heads, head_dim)
+    return {**layer, "attn": jax.tree.map(lambda x: x[0], stack["attn"])}
 
   def _outer(self, outside: Params) -> Params:
     return jax.tree.map(self.target.constrain, outside, self._outer_axes)
@@ -172,6 +196,13 @@ class HybridEngine:
 
 def _outside(tree: Params) -> Params:
   return {name: leaf for name, leaf in tree.items() if name != "layers"}
+
+
+def _head_order(plan: heads_lib.HeadPlan) -> tuple[np.ndarray, np.ndarray]:
+  """The model's head in each place of the query and of the key projection."""
+  copied = plan.replicas > 1  # outputs are, the projection stays as it is
+  keys = np.arange(plan.kv_heads) if copied else plan.slot_source()
+  return plan.query_source(), keys
 
 
 def _is_axes(x: Any) -> bool:

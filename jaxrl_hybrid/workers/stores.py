@@ -255,6 +255,9 @@ class StreamedStore:
       arriving = self._fetch(i + 1) if i < self._groups else None
       self._params[i] = self._park(params, self._where.params)
       self._opt_state[i] = self._park(opt_state, self._where.optimizer)
+      if i > 0:
+        # The host must not run ahead: three chunks on the device are enough.
+        jax.block_until_ready((self._params[i - 1], self._opt_state[i - 1]))
     self._weights = {**outer, "layers": layers}
 
   def rest(self) -> None:
@@ -279,15 +282,15 @@ class StreamedStore:
     )
 
   def visiting_bytes(self) -> int:
-    """The largest chunk's share of what lives on the host."""
-    kinds = [
-      (self._where.params, self._params),
-      (self._where.optimizer, self._opt_state),
+    """The most that is on the device at once of what lives on the host.
+
+    One chunk is updated, the next one arrives, the one before leaves.
+    """
+    sizes = [
+      abstract.host_bytes(params) + abstract.host_bytes(moments)
+      for params, moments in zip(self._params, self._opt_state, strict=True)
     ]
-    return max(
-      sum(abstract.host_bytes(chunks[i]) for on_host, chunks in kinds if on_host)
-      for i in range(2)
-    )
+    return max(sum(sizes[i : i + 3]) for i in range(len(sizes)))
 
   def _fetch(self, i: int) -> tuple[Params, Any]:
     """Chunk i on the device; its host copy stays until the new one is there."""
