@@ -21,7 +21,8 @@ from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import abstract, digest, multihost
-from jaxrl_hybrid.parallel.rules import Axes, Layout
+from jaxrl_hybrid.parallel.mesh import MICRO_DP_TP
+from jaxrl_hybrid.parallel.rules import Axes, Layout, Rules
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
 
 
@@ -73,7 +74,9 @@ class HybridEngine:
     ]
     by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
     outer = abstract.call(self.switch_outer, _outside(weights))
-    return {**outer, "layers": by_stage[: self.source.spec.num_layers]}
+    if self.stages == 1:
+      by_stage = by_stage[: self.source.spec.num_layers]  # without the padding
+    return {**outer, "layers": by_stage}
 
   def verify(self) -> None:
     """Compares the checksums of both sides of the last switch.
@@ -96,11 +99,19 @@ class HybridEngine:
       )
 
   @property
+  def stages(self) -> int:
+    """p_g: with more than one an entry of the copy's layers is a stack of them."""
+    return self.target.mesh.shape["pp"]
+
+  @property
   def _layers_per_stage(self) -> int:
     return self.source.padded_layers // self.source.stages
 
   def _slot(self, layers: Any, j: jax.Array) -> list[Any]:
-    """Layer j of every stage, as a list over the stages."""
+    """Layer j of every training stage, as a list.
+
+    With p_g > 1 an entry is a stack of p_g layers, one of each generation stage.
+    """
     leaves, structure = jax.tree.flatten(layers)
     names = structure.flatten_up_to(self.source.axes["layers"])
     targets = structure.flatten_up_to(self._gathered_axes)
@@ -126,8 +137,22 @@ class HybridEngine:
     split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
     leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
     leaf = self.source.placed.constrain(leaf, axes)
-    leaf = self.source.placed.constrain(leaf, (None, *axes[1:]))
-    return [self.target.constrain(x, target) for x in leaf]
+    if self.stages == 1:
+      leaf = self.source.placed.constrain(leaf, (None, *axes[1:]))
+      return [self.target.constrain(x, target) for x in leaf]
+    leaf = leaf.reshape(self.stages, -1, *leaf.shape[1:])
+    leaf = self._between.constrain(leaf, ("layers", None, *axes[1:]))
+    return [
+      self.target.constrain(leaf[:, k], ("layers", *target))
+      for k in range(leaf.shape[1])
+    ]
+
+  @property
+  def _between(self) -> Layout:
+    """Whole along a generation stage, otherwise as in training."""
+    inner = ("tp", MICRO_DP_TP) if self.source.zero == 1 else ("tp", MICRO_DP_TP, "dp")
+    kv = self.source.placed.rules.kv_heads and inner
+    return Layout(self.target.mesh, Rules(heads=inner, kv_heads=kv, mlp=inner))
 
   @property
   def _gathered_axes(self) -> Any:
@@ -149,10 +174,13 @@ class HybridEngine:
     if self._keeps_heads:
       return layer
     head_dim = self.source.spec.head_dim
-    stack = {"attn": jax.tree.map(lambda x: x[None], layer["attn"])}
-    stack = heads_lib.unpad_heads(stack, self.source.heads, head_dim)
+    stack = heads_lib.unpad_heads(self._stack(layer), self.source.heads, head_dim)
     stack = heads_lib.pad_heads(stack, self.heads, head_dim)
-    return {**layer, "attn": jax.tree.map(lambda x: x[0], stack["attn"])}
+    return stack if self.stages > 1 else jax.tree.map(lambda x: x[0], stack)
+
+  def _stack(self, layer: Any) -> Any:
+    """An entry of the copy's layers as a stack of p_g layers."""
+    return layer if self.stages > 1 else jax.tree.map(lambda x: x[None], layer)
 
   def _outer(self, outside: Params) -> Params:
     return jax.tree.map(self.target.constrain, outside, self._outer_axes)
@@ -171,8 +199,9 @@ class HybridEngine:
 
   def _slot_shardings(self) -> Any:
     layers = self.source.abstract_weights()["layers"]
-    one = jax.eval_shape(self._slot, layers, jnp.int32(0))[0]
-    return [self.target.shardings(self._layer_axes, one)] * self.source.stages
+    entries = jax.eval_shape(self._slot, layers, jnp.int32(0))
+    axes = self._layer_axes if self.stages == 1 else self.source.axes["layers"]
+    return [self.target.shardings(axes, entry) for entry in entries]
 
   def _digest_of_source(self, weights: Params) -> jax.Array:
     spec = self.source.spec
@@ -186,12 +215,13 @@ class HybridEngine:
     spec = self.source.spec
 
     def one(layer):
-      stack = jax.tree.map(lambda x: x[None], layer)
+      stack = self._stack(layer)
       rows = heads_lib.logical_rows(stack, self.heads, spec.head_dim)
       return digest.of_stack(stack, rows)
 
     outer = jax.tree.map(lambda x: x[None], _outside(copy))
-    return jnp.concatenate([*map(one, copy["layers"]), digest.of_stack(outer)])
+    by_layer = jnp.stack([one(layer) for layer in copy["layers"]], 1).reshape(-1)
+    return jnp.concatenate([by_layer[: spec.num_layers], digest.of_stack(outer)])
 
 
 def _outside(tree: Params) -> Params:
