@@ -143,6 +143,11 @@ class Decoder:
     rows = jnp.arange(tokens_B.shape[0])
 
     def one(layer_params, cache, x_BTD, active):
+      # A stage whose turn it is not looks at next to nothing.
+      lengths_B = positions_B + 1
+      if active is not None:
+        lengths_B = jnp.where(active, lengths_B, 1)
+
       def write(cache_BSKA, new_BKA):
         new_BKA = new_BKA.astype(self.dtype)
         if active is not None:
@@ -153,7 +158,7 @@ class Decoder:
         k, v = self._slots(k, v)
         k_BSKA, v_BSKA = write(cache[0], k[:, 0]), write(cache[1], v[:, 0])
         out = attention.cached(
-          q, k_BSKA, v_BSKA, positions_B + 1, implementation=self.attention
+          q, k_BSKA, v_BSKA, lengths_B, implementation=self.attention
         )
         return out, (k_BSKA, v_BSKA)
 

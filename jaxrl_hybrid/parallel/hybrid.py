@@ -11,6 +11,7 @@ the copy is dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,11 +20,35 @@ import numpy as np
 
 from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
+from jaxrl_hybrid.models.heads import ABSENT, HeadPlan
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import abstract, digest, multihost
 from jaxrl_hybrid.parallel.mesh import MICRO_DP_TP
 from jaxrl_hybrid.parallel.rules import Axes, Layout, Rules
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+  """New places for the heads of a projection, dim 0.
+
+  Attributes:
+    parts: equal parts that no head leaves. With as many as generation's tp every
+      device moves its own heads; with one all of them are gathered before.
+    index: for each head of a new part its place in the old part, behind which
+      there is one more head, of zeros.
+    head_dim: rows per head.
+  """
+
+  parts: int
+  index: np.ndarray
+  head_dim: int
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    by_head = x.reshape(self.parts, -1, self.head_dim, *x.shape[1:])
+    zeros = jnp.zeros_like(by_head[:, :1])
+    moved = jnp.concatenate([by_head, zeros], 1)[:, self.index]
+    return moved.reshape(-1, *x.shape[1:])
 
 
 class HybridEngine:
@@ -38,6 +63,7 @@ class HybridEngine:
     self.version = 0
     self.source, self.target = source, target
     self.heads = plan_heads(source.spec, target.mesh)
+    self._moves = _moves(source, target.mesh.shape["tp"], self.heads)
     self._expected: jax.Array | None = None
     self._found: jax.Array | None = None
     self.switch_outer = jax.jit(self._outer, out_shardings=self._outer_shardings())
@@ -114,22 +140,18 @@ class HybridEngine:
     """
     leaves, structure = jax.tree.flatten(layers)
     names = structure.flatten_up_to(self.source.axes["layers"])
-    targets = structure.flatten_up_to(self._gathered_axes)
     arrived, matrices = [], []
-    for leaf, axes, target in zip(leaves, names, targets, strict=True):
+    for leaf, axes in zip(leaves, names, strict=True):
       if leaf.ndim == 3 and len(matrices) > 1:
         # One is gathered while the one before is taken apart. Without this, XLA
         # gathers all of them first, which takes the memory of the whole slot.
         j, _ = jax.lax.optimization_barrier((j, matrices[-2]))
-      arrived.append(self._slot_of_leaf(leaf, j, axes, target))
+      arrived.append(self._slot_of_leaf(leaf, j, axes))
       if leaf.ndim == 3 and self.source.stages > 1:
         matrices.append(arrived[-1])
-    stages = [structure.unflatten(stage) for stage in zip(*arrived, strict=True)]
-    return [self._arrange_heads(layer) for layer in stages]
+    return [structure.unflatten(stage) for stage in zip(*arrived, strict=True)]
 
-  def _slot_of_leaf(
-    self, leaf: jax.Array, j: jax.Array, axes: Axes, target: Axes
-  ) -> list[jax.Array]:
+  def _slot_of_leaf(self, leaf: jax.Array, j: jax.Array, axes: Axes) -> list[jax.Array]:
     """Over pp first: that stack is taken apart by a copy, so it had better be small.
 
     Gathered over tp afterwards, each layer lands where it stays.
@@ -137,15 +159,21 @@ class HybridEngine:
     split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
     leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
     leaf = self.source.placed.constrain(leaf, axes)
+    move, target = self._moves.get(axes[1]), axes[1:]
+    if move and move.parts == 1:
+      target = (None,) * len(target)
     if self.stages == 1:
       leaf = self.source.placed.constrain(leaf, (None, *axes[1:]))
-      return [self.target.constrain(x, target) for x in leaf]
-    leaf = leaf.reshape(self.stages, -1, *leaf.shape[1:])
-    leaf = self._between.constrain(leaf, ("layers", None, *axes[1:]))
-    return [
-      self.target.constrain(leaf[:, k], ("layers", *target))
-      for k in range(leaf.shape[1])
-    ]
+      entries = [self.target.constrain(x, target) for x in leaf]
+    else:
+      leaf = leaf.reshape(self.stages, -1, *leaf.shape[1:])
+      leaf = self._between.constrain(leaf, ("layers", None, *axes[1:]))
+      entries = [
+        self.target.constrain(leaf[:, k], ("layers", *target))
+        for k in range(leaf.shape[1])
+      ]
+      move = move and jax.vmap(move)
+    return [move(x) for x in entries] if move else entries
 
   @property
   def _between(self) -> Layout:
@@ -153,30 +181,6 @@ class HybridEngine:
     inner = ("tp", MICRO_DP_TP) if self.source.zero == 1 else ("tp", MICRO_DP_TP, "dp")
     kv = self.source.placed.rules.kv_heads and inner
     return Layout(self.target.mesh, Rules(heads=inner, kv_heads=kv, mlp=inner))
-
-  @property
-  def _gathered_axes(self) -> Any:
-    """Of one layer, heads still in training's order."""
-    if self._keeps_heads:
-      return self._layer_axes
-    # Other heads sit on other devices: the rows are arranged anew, unsharded.
-    whole = lambda names: (None,) * len(names)
-    attn = jax.tree.map(whole, self._layer_axes["attn"], is_leaf=_is_axes)
-    return {**self._layer_axes, "attn": attn}
-
-  @property
-  def _keeps_heads(self) -> bool:
-    """Whether the rows of the projections are the same in both layouts."""
-    pairs = zip(_head_order(self.heads), _head_order(self.source.heads), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
-
-  def _arrange_heads(self, layer: Any) -> Any:
-    if self._keeps_heads:
-      return layer
-    head_dim = self.source.spec.head_dim
-    stack = heads_lib.unpad_heads(self._stack(layer), self.source.heads, head_dim)
-    stack = heads_lib.pad_heads(stack, self.heads, head_dim)
-    return stack if self.stages > 1 else jax.tree.map(lambda x: x[0], stack)
 
   def _stack(self, layer: Any) -> Any:
     """An entry of the copy's layers as a stack of p_g layers."""
@@ -228,12 +232,29 @@ def _outside(tree: Params) -> Params:
   return {name: leaf for name, leaf in tree.items() if name != "layers"}
 
 
-def _head_order(plan: heads_lib.HeadPlan) -> tuple[np.ndarray, np.ndarray]:
-  """The model's head in each place of the query and of the key projection."""
-  copied = plan.replicas > 1  # outputs are, the projection stays as it is
-  keys = np.arange(plan.kv_heads) if copied else plan.slot_source()
-  return plan.query_source(), keys
+def _moves(source: WeightLayout, tp: int, heads: HeadPlan) -> dict[str, _Move]:
+  """The moves by logical axis; none where all heads keep their places."""
+  found = {}
+  for axis, order in (("heads", HeadPlan.query_source), ("kv_heads", _key_order)):
+    old, new = order(source.heads), order(heads)
+    if not np.array_equal(old, new):
+      moves = (_find_move(old, new, n, source.spec.head_dim) for n in (tp, 1))
+      found[axis] = next(move for move in moves if move is not None)
+  return found
 
 
-def _is_axes(x: Any) -> bool:
-  return isinstance(x, tuple)
+def _key_order(plan: HeadPlan) -> np.ndarray:
+  """The model's head in each place of the key and value projections."""
+  # With replicas their outputs are copied, the projections stay as they are.
+  return np.arange(plan.kv_heads) if plan.replicas > 1 else plan.slot_source()
+
+
+def _find_move(
+  old: np.ndarray, new: np.ndarray, parts: int, head_dim: int
+) -> _Move | None:
+  """The move that is the same in each of ``parts`` and crosses none; or None."""
+  if len(old) % parts or len(new) % parts:
+    return None
+  old = np.pad(old.reshape(parts, -1), ((0, 0), (0, 1)), constant_values=ABSENT)
+  same = (old[:, :, None] == new.reshape(parts, 1, -1)).all(0)
+  return _Move(parts, same.argmax(0), head_dim) if same.any(0).all() else None
