@@ -421,6 +421,6 @@ def _require(config: ConfigDict, key: str, ok: Any, expected: str) -> None:
 def _one_of(config: ConfigDict, key: str, choices: Any) -> None:
   value = get(config, key)
   if value not in choices:
-    near = difflib.get_close_matches(str(value), list(choices), 1)
+    near = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{key}: expected one of {sorted(choices)}, got {value!r}{hint}")
