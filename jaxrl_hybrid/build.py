@@ -29,6 +29,7 @@ from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import make_recorder
 from jaxrl_hybrid.workers.actor import Actor, ActorSettings
+from jaxrl_hybrid.workers.chunks import Chunks
 from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
@@ -80,7 +81,7 @@ def make_actor(plan: Plan, params: Params) -> Actor:
     make_optimizer(config.actor.optim, schedule),
     schedule,
     clip_grad=config.actor.optim.clip_grad,
-    where=_offload(config),
+    where=offload_of(config),
   )
 
 
@@ -105,7 +106,7 @@ def make_critic(plan: Plan, params: Params) -> Critic:
     make_optimizer(config.critic.optim, schedule),
     schedule,
     clip_grad=config.critic.optim.clip_grad,
-    where=_offload(config, everything=config.offload.critic),
+    where=offload_of(config, everything=config.offload.critic),
   )
 
 
@@ -172,6 +173,19 @@ def make_params(
   return jax.jit(init, out_shardings=shardings)()
 
 
+def restore_actor_params(plan: Plan, checkpoints: Checkpoints, step: int) -> Params:
+  """The actor's fp32 parameters of a checkpoint as one tree."""
+  layout, where, path = (
+    weight_layout(plan),
+    offload_of(plan.config),
+    ("actor", "params"),
+  )
+  if not where.streams:
+    return checkpoints.restore_part(step, path, layout.abstract_params())
+  chunks = Chunks(layout, where.layers_per_chunk)
+  return chunks.join(checkpoints.restore_part(step, path, chunks.shapes()))
+
+
 def make_weights(plan: Plan) -> Params:
   """The actor's weights alone, for generation without training."""
   return jax.jit(weight_layout(plan).prepare)(make_params(plan))
@@ -181,7 +195,9 @@ def make_generator(plan: Plan) -> Generator:
   """The layout switch and engine of the actor's model."""
   config, spec, layout = plan.config, plan.source.spec, plan.generation_layout
   heads = weights_lib.plan_heads(spec, layout.mesh)
-  decoder = dataclasses.replace(_decoder(plan, layout), heads=heads)
+  decoder = dataclasses.replace(
+    _decoder(plan, layout), heads=heads, stages=layout.mesh.shape["pp"]
+  )
   rollout = config.rollout
   return Generator(
     HybridEngine(weight_layout(plan), layout),
@@ -214,7 +230,8 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
   )
 
 
-def _offload(config: ConfigDict, *, everything: bool = False) -> Offload:
+def offload_of(config: ConfigDict, *, everything: bool = False) -> Offload:
+  """What lives on the host; ``everything``: whatever the switches say."""
   section = config.offload
   return Offload(
     optimizer=section.optimizer or everything,

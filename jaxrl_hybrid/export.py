@@ -36,11 +36,7 @@ def main(argv: Sequence[str]) -> None:
       f"{flags.run_dir} has no checkpoint; expected a run with trainer.save_freq > 0"
     )
   plan = inspection.inspect(config, training=False)
-  params = checkpoints.restore_part(
-    step,
-    ("actor", "params"),
-    build.weight_layout(plan).abstract_params(),
-  )
+  params = build.restore_actor_params(plan, checkpoints, step)
   source = plan.source
   export_hf(
     params,

@@ -203,8 +203,7 @@ class Planner:
     temporary = memory["temp"] + memory["output"] - memory["alias"]
     chunks = {}
     if isinstance(state.store, StreamedStore):
-      # One chunk is updated, the next arrives, the one before leaves.
-      chunks = {"optimizer chunks": 3 * state.store.visiting_bytes()}
+      chunks = {"optimizer chunks": state.store.visiting_bytes()}
     elif held:
       size |= {f"{role} weights": -held}  # made anew after the update
     yield self._phase(
@@ -248,7 +247,8 @@ class Planner:
     heads = self.actor.generator.switch.heads
     config = self._plan.config
     length = bucket(config.data.max_prompt_length) + config.data.max_response_length
-    per_token = 2 * spec.num_layers * spec.head_dim * heads.slots
+    layers = len(self._generation["layers"])  # of each stage
+    per_token = 2 * layers * spec.head_dim * heads.slots
     size = self.actor.generator.switch.dtype.itemsize
     return rows * length * per_token * size // layout.mesh.shape["tp"]
 

@@ -55,9 +55,14 @@ def test_a_typo_names_the_nearest_key(typed, nearest):
     (["--config.rollout.temperature=0"], ["rollout.temperature", "> 0"]),
     (["--config.actor.ppo_mini_batch_size=3"], ["divisor", "8", "got 3"]),
     (["--config.actor.ppo_micro_batch_size_per_device=3"], ["16 sequences", "dp=2"]),
-    (["--config.mesh.train=(2,1,1)"], ["pp=1", "got pp=2"]),
-    (["--config.mesh.train=(1,2)"], ["3 integers", "(1, 2)"]),
+    (["--config.mesh.train=(1,2)"], ["3 integers", "(pp, tp, dp)", "(1, 2)"]),
+    (["--config.mesh.train=(0,2,2)"], ["integers >= 1", "(0, 2, 2)"]),
     (["--config.mesh.generation=(1,3)"], ["mesh.generation", "divide"]),
+    (["--config.mesh.generation=(2,1)"], ["(p_g, t_g)=(2, 1)", "(pp, tp)=(1, 2)"]),
+    (["--config.mesh.zero=2"], ["mesh.zero", "[1, 3]", "got 2"]),
+    (["--config.mesh.pipeline_microbatches=0"], ["pipeline_microbatches", "> 0"]),
+    (["--config.mesh.pipeline_microbatches=3"], ["16 sequences", "=3", "mesh.train"]),
+    (["--config.model.remat=stages"], ["'stage'", "'stages'"]),
     (["--config.rewards.weights=(1.0,2.0)"], ["1 numbers", "got 2"]),
     (["--config.algorithm.name=gpro"], ["grpo", "gpro"]),
     (["--config.algorithm.adv_estimator=gea"], ["gae", "gea"]),
@@ -117,6 +122,49 @@ def test_sizes_by_hand():
   assert (sizes.prompts, sizes.sequences, sizes.mini_batches) == (8, 32, 2)
   assert (sizes.mini_sequences, sizes.micro_sequences, sizes.accumulation) == (16, 8, 2)
   assert sizes.updates_per_step == 6
+
+
+@pytest.mark.parametrize("train", [(1, 4, 1), (1, 8, 2), (4, 3, 1), (2, 2, 4)])
+def test_a_mesh_need_not_divide_heads_or_layers(train):
+  """The model has 4 and 2 heads and 2 layers; the mesh pads what it computes with."""
+  sizes = config_lib.validate(load(f"--config.mesh.train={train}"))
+  assert sizes.dp == train[2] and sizes.accumulation == 1
+
+
+@pytest.mark.parametrize(
+  "overrides,per_device,microbatches,accumulation",
+  [
+    # 16 sequences per mini-batch, 8 per dp shard; 4 microbatches a stage wanted.
+    (["--config.mesh.train=(1,2,2)"], 8, 1, 1),
+    (["--config.mesh.train=(2,1,2)"], 1, 8, 1),
+    (["--config.mesh.train=(4,1,2)"], 1, 8, 1),  # 8 are all there are
+    (["--config.mesh.train=(2,1,1)"], 2, 8, 1),
+    (
+      [
+        "--config.mesh.train=(2,1,2)",
+        "--config.actor.ppo_micro_batch_size_per_device=2",
+      ],
+      2, 4, 1,
+    ),
+    (
+      [
+        "--config.mesh.train=(2,1,2)",
+        "--config.actor.ppo_micro_batch_size_per_device=2",
+        "--config.mesh.pipeline_microbatches=2",
+      ],
+      2, 2, 2,
+    ),
+  ],
+)  # fmt: skip
+def test_pipeline_microbatches_by_hand(
+  overrides, per_device, microbatches, accumulation
+):
+  config = load(*overrides)
+  sizes = config_lib.validate(config)
+  assert config.actor.ppo_micro_batch_size_per_device == per_device
+  assert sizes.pipeline_microbatches == microbatches
+  assert sizes.accumulation == accumulation
+  assert sizes.micro_sequences * accumulation == 16
 
 
 def test_a_saved_config_reads_back_the_same(tmp_path):

@@ -148,6 +148,31 @@ def test_resume_equals_the_uninterrupted_run(straight, tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  "train,generation,options",
+  [
+    ((2, 2, 1), (1, 2), ["--config.mesh.zero=3", "--config.model.remat=stage"]),
+    ((1, 4, 1), (1, 1), ["--config.mesh.sequence_parallel=True"]),
+  ],
+  ids=str,
+)
+def test_another_mesh_learns_the_same(straight, train, generation, options, tmp_path):
+  run(
+    f"--config.trainer.run_dir={tmp_path}/run",
+    "--config.trainer.total_steps=2",
+    f"--config.mesh.train={train}",
+    f"--config.mesh.generation={generation}",
+    *options,
+  )
+  rows = metrics_of(tmp_path / "run")
+  for got, expected in zip(rows, metrics_of(straight[1])[:3], strict=True):
+    for name in ("critic/rewards/mean", "eval/reward", "response_length/mean"):
+      assert got.get(name) == expected.get(name)
+    for name in ("actor/grad_norm", "actor/entropy"):
+      assert got.get(name) == pytest.approx(expected.get(name), rel=1e-4)
+  assert rows[2]["rollout_train_logprob_diff_max"] < 1e-4
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "remax"])
 def test_one_line_changes_the_algorithm(algorithm, tmp_path):
   run(
@@ -195,7 +220,7 @@ def test_dry_run_loads_nothing(tmp_path):
     ("--config.rewards.functions=('symbolmatch',)", ["symbolmatch", "symbol_match"]),
     ("--config.data.train_files=('no.jsonl',)", ["no.jsonl"]),
     ("--config.data.max_response_length=100", ["max_position_embeddings", "64"]),
-    ("--config.mesh.train=(1,4,1)", ["tp=4", "num_key_value_heads"]),
+    ("--config.mesh.generation=(1,4)", ["mesh.generation", "must divide"]),
     ("--config.mesh.train=(1,2,8)", ["16 devices", "got 4"]),
     ("--config.model.random.vocab_size=5", ["model.random.vocab_size"]),
     ("--config.data.string_prompts=user", ["data.chat_template"]),

@@ -8,13 +8,13 @@ unrolled for generation.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.models import layers, rope
+from jaxrl_hybrid.models import layers, rope, staged
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.heads import HeadPlan
 from jaxrl_hybrid.models.params import Params
@@ -22,7 +22,9 @@ from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import attention, logprob, matmul
 from jaxrl_hybrid.parallel import pipeline
 
-KVCache = tuple[jax.Array, jax.Array]  # (k_BSKA, v_BSKA) of one layer
+# (k_BSKA, v_BSKA) of one layer; with generation stages of one layer of each,
+# stacked on a leading axis
+KVCache = tuple[jax.Array, jax.Array]
 # (array, logical axis of each dim) -> the array with its sharding pinned
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
@@ -51,8 +53,8 @@ class Decoder:
       each tick of the pipeline.
     heads: the attention heads of the weights, if they differ from the model's.
     use: places weights where they are used.
-    stages: pp.
-    microbatches: of the pipeline.
+    stages: pp; of a generation decoder p_g.
+    microbatches: of the pipeline, in training.
   """
 
   spec: ModelSpec
@@ -77,16 +79,31 @@ class Decoder:
       cos, sin, attend, self.dtype, self._sequence(None), self._sequence("seq")
     )
 
-    def body(x_BTD, layer_params):
+    def one(x_BTD, layer_params):
       layer_params = self.use(layer_params, layer=True)
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, _ = layer(x_BTD, context)
-      return self._pin(x_BTD), None
+      return self._pin(x_BTD)
 
     if self.remat != "none":
-      body = jax.checkpoint(body, prevent_cse=False)
-    stage = lambda layers, x_BTD: jax.lax.scan(body, x_BTD, layers)[0]
-    x_BTD = self._run(stage, params["layers"], x_BTD)
+      one = jax.checkpoint(one, prevent_cse=False)
+
+    def body(carry, xs):
+      x_BTD, slots = carry
+      values, i = xs
+      mine = None
+      if slots is not None:
+        mine, slots = matmul.take_slots(slots, i)
+      return (one(x_BTD, matmul.join_slots(values, mine)), slots), None
+
+    def stage(values, x_BTD, slots):
+      count = jax.tree.leaves(values)[0].shape[0]
+      return jax.lax.scan(body, (x_BTD, slots), (values, jnp.arange(count)))[0]
+
+    values, slots, seeds = matmul.split_slots(params["layers"])
+    x_BTD, slots = self._run(stage, values, x_BTD, slots)
+    if slots is not None:
+      x_BTD = matmul.start_from(x_BTD, slots, seeds)
     return self._norm(params, x_BTD)
 
   def prefill(
@@ -96,16 +113,22 @@ class Decoder:
     positions_1P = jnp.arange(tokens_BP.shape[1])[None]
     x_BTD, cos, sin = self._embed(params, tokens_BP, positions_1P)
 
-    def attend(q, k, v):
-      k, v = self._slots(k, v)
-      return self._causal(q, k, v), (k.astype(self.dtype), v.astype(self.dtype))
+    def one(layer_params, kept, x_BTD, active):
+      def attend(q, k, v):
+        k, v = self._slots(k, v)
+        cache = (k.astype(self.dtype), v.astype(self.dtype))
+        if kept is not None:
+          cache = jax.tree.map(functools.partial(jnp.where, active), cache, kept)
+        return self._causal(q, k, v), cache
 
-    caches = []
-    for layer_params in params["layers"]:
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
-      x_BTD = self._pin(x_BTD)
-      caches.append(cache)
+      return self._pin(x_BTD), cache
+
+    caches = [self._empty_cache(*tokens_BP.shape)] * len(params["layers"])
+    x_BTD, caches = staged.through(
+      one, params["layers"], caches, x_BTD, stages=self.stages
+    )
     return self._norm(params, x_BTD), caches
 
   def decode(
@@ -118,23 +141,35 @@ class Decoder:
     """One token per row: hidden ``[B, D]``, caches with the token written."""
     x_BTD, cos, sin = self._embed(params, tokens_B[:, None], positions_B[:, None])
     rows = jnp.arange(tokens_B.shape[0])
-    updated = []
-    for layer_params, (k_BSKA, v_BSKA) in zip(params["layers"], caches, strict=True):
 
-      def attend(q, k, v, k_BSKA=k_BSKA, v_BSKA=v_BSKA):
+    def one(layer_params, cache, x_BTD, active):
+      # A stage whose turn it is not looks at next to nothing.
+      lengths_B = positions_B + 1
+      if active is not None:
+        lengths_B = jnp.where(active, lengths_B, 1)
+
+      def write(cache_BSKA, new_BKA):
+        new_BKA = new_BKA.astype(self.dtype)
+        if active is not None:
+          new_BKA = jnp.where(active, new_BKA, cache_BSKA[rows, positions_B])
+        return cache_BSKA.at[rows, positions_B].set(new_BKA)
+
+      def attend(q, k, v):
         k, v = self._slots(k, v)
-        k_BSKA = k_BSKA.at[rows, positions_B].set(k[:, 0].astype(self.dtype))
-        v_BSKA = v_BSKA.at[rows, positions_B].set(v[:, 0].astype(self.dtype))
+        k_BSKA, v_BSKA = write(cache[0], k[:, 0]), write(cache[1], v[:, 0])
         out = attention.cached(
-          q, k_BSKA, v_BSKA, positions_B + 1, implementation=self.attention
+          q, k_BSKA, v_BSKA, lengths_B, implementation=self.attention
         )
         return out, (k_BSKA, v_BSKA)
 
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
-      x_BTD = self._pin(x_BTD)
-      updated.append(cache)
-    return self._norm(params, x_BTD)[:, 0], updated
+      return self._pin(x_BTD), cache
+
+    x_BTD, caches = staged.through(
+      one, params["layers"], caches, x_BTD, stages=self.stages
+    )
+    return self._norm(params, x_BTD)[:, 0], caches
 
   def head(self, params: Params) -> matmul.Weight:
     """LM head ``[V, D]``; the embedding when tied."""
@@ -154,7 +189,8 @@ class Decoder:
     Index t belongs to token t; index 0 is 0, nothing predicts it.
     """
     params = self._outer(params)
-    hidden_BTD = self.constrain(self.hidden(params, tokens_BT), ("batch", None, None))
+    hidden_BTD = self.hidden(params, tokens_BT)
+    hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
     log_probs, entropy = logprob.token_log_probs(
       hidden_BTD[:, :-1],
       self.head(params),
@@ -173,15 +209,16 @@ class Decoder:
     values_BT = jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
     return _shift_right(values_BT[:, :-1])
 
-  def _run(self, stage: Callable[[Any, jax.Array], jax.Array], layers, x_BTD):
+  def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
     if self.stages == 1:
-      return stage(layers, x_BTD)
+      return stage(values, x_BTD, slots)
     if self.remat == "stage":
       stage = jax.checkpoint(stage, prevent_cse=False)
     return pipeline.run(
       stage,
-      layers,
+      values,
       x_BTD,
+      slots,
       stages=self.stages,
       microbatches=self.microbatches,
       pin=self._pin,
@@ -219,6 +256,17 @@ class Decoder:
       lambda _, ct: (pin(ct, "seq" if axis is None else None),),
     )
     return move
+
+  def _empty_cache(self, rows: int, length: int) -> KVCache | None:
+    """What stages that did not run yet have in place of keys and values."""
+    if self.stages == 1:
+      return None
+    heads = self.heads.slots if self.heads else self.spec.num_kv_heads
+    shape = (self.stages, rows, length, heads, self.spec.head_dim)
+    empty = self.constrain(
+      jnp.zeros(shape, self.dtype), ("layers", "batch", None, "heads", None)
+    )
+    return empty, empty
 
   def _causal(self, q_BTHA, k_BTKA, v_BTKA):
     return attention.causal(

@@ -43,7 +43,10 @@ class HeadPlan:
   @property
   def pads_weights(self) -> bool:
     """Whether the projections computed with differ from the stored ones."""
-    return (self.slots, self.group) != (self.kv_heads, self.heads // self.kv_heads)
+    moved = lambda source, n: not np.array_equal(source, np.arange(n))
+    if moved(self.query_source(), self.heads):
+      return True
+    return self.replicas == 1 and moved(self.slot_source(), self.kv_heads)
 
   def query_source(self) -> np.ndarray:
     """int ``[slots * group]``: the model's query head of each one, or ABSENT."""

@@ -59,8 +59,9 @@ def compute_copy(params: Params, dtype: jnp.dtype) -> Params:
   )
 
 
+@functools.lru_cache(maxsize=16)
 def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
-  """The same tree with a tuple of logical axis names at each leaf."""
+  """The same tree with a tuple of logical axis names at each leaf; not to change."""
   abstract = nnx.eval_shape(
     lambda: _outer(spec, jax.random.key(0), spec.vocab_size, head)
   )

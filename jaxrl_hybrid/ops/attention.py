@@ -42,8 +42,9 @@ def cached(
   *,
   implementation: str,
 ) -> jax.Array:
-  """One fp32 query per row over the first ``lengths_B`` cache slots; fp32 out."""
-  ones = jnp.ones_like(lengths_B) if implementation == "cudnn" else None
+  """One fp32 query per row over the first ``lengths_B`` (> 0) slots; fp32 out."""
+  # Not ones_like: under vmap cuDNN wants both lengths batched alike.
+  ones = jnp.minimum(lengths_B, 1) if implementation == "cudnn" else None
   q, k, v = _operands((q_B1HA, k_BSKA, v_BSKA), k_BSKA.dtype, implementation)
   return jax.nn.dot_product_attention(
     q,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +34,65 @@ class Kernel:
   """A weight of which a gradient is wanted, without rounding the gradient.
 
   The gradient of a 16-bit array is 16-bit. So it is taken with respect to
-  ``slot``, fp32 zeros of the same shape that no forward pass reads.
+  ``slot``, fp32 zeros of the same shape that no forward pass reads. With a
+  ``seed`` (stacked layers only) the gradient is added to it.
   """
 
   value: jax.Array
   slot: jax.Array
+  seed: jax.Array | None = None
 
 
 Weight = jax.Array | Kernel
+
+
+@jax.custom_vjp
+def take_slots(slots: Any, layer: jax.Array) -> tuple[Any, Any]:
+  """(one layer's slots, ``slots``) of a tree of stacks.
+
+  A scan over layers hands ``slots`` from layer to layer. Backwards each layer
+  adds its gradient in place to what arrives, so that gradients accumulate over
+  layers, pipeline ticks and micro-batches in one buffer: a scan over slices of
+  ``slots`` would make a second one.
+  """
+  pick = lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+  return jax.tree.map(pick, slots), slots
+
+
+def _take_forward(slots, layer):
+  return take_slots(slots, layer), layer
+
+
+def _take_backward(layer, cotangents):
+  of_layer, arriving = cotangents
+  return jax.tree.map(lambda a, d: a.at[layer].add(d), arriving, of_layer), None
+
+
+take_slots.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def start_from(x: jax.Array, slots: Any, seeds: Any) -> jax.Array:
+  """``x``; backwards the gradient of ``slots`` starts as ``seeds``."""
+  del slots, seeds
+  return x
+
+
+start_from.defvjp(lambda x, _, seeds: (x, seeds), lambda seeds, ct: (ct, seeds, None))
+
+
+def split_slots(tree: Any) -> tuple[Any, Any, Any]:
+  """Trees of values, slots and seeds; slots are None without a ``Kernel``."""
+  is_kernel = lambda x: isinstance(x, Kernel)
+  if not any(map(is_kernel, jax.tree.leaves(tree, is_leaf=is_kernel))):
+    return tree, None, None
+  pick = lambda name: jax.tree.map(lambda k: getattr(k, name), tree, is_leaf=is_kernel)
+  return pick("value"), pick("slot"), pick("seed")
+
+
+def join_slots(values: Any, slots: Any) -> Any:
+  """Values, each with its slot if there are any."""
+  return values if slots is None else jax.tree.map(Kernel, values, slots)
 
 
 def product(x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype) -> jax.Array:

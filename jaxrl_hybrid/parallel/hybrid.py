@@ -11,17 +11,44 @@ the copy is dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_hybrid.errors import SwitchError
 from jaxrl_hybrid.models import heads as heads_lib
+from jaxrl_hybrid.models.heads import ABSENT, HeadPlan
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import abstract, digest
-from jaxrl_hybrid.parallel.rules import Layout
+from jaxrl_hybrid.parallel import abstract, digest, multihost
+from jaxrl_hybrid.parallel.mesh import MICRO_DP_TP
+from jaxrl_hybrid.parallel.rules import Axes, Layout, Rules
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+  """New places for the heads of a projection, dim 0.
+
+  Attributes:
+    parts: equal parts that no head leaves. With as many as generation's tp every
+      device moves its own heads; with one all of them are gathered before.
+    index: for each head of a new part its place in the old part, behind which
+      there is one more head, of zeros.
+    head_dim: rows per head.
+  """
+
+  parts: int
+  index: np.ndarray
+  head_dim: int
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    by_head = x.reshape(self.parts, -1, self.head_dim, *x.shape[1:])
+    zeros = jnp.zeros_like(by_head[:, :1])
+    moved = jnp.concatenate([by_head, zeros], 1)[:, self.index]
+    return moved.reshape(-1, *x.shape[1:])
 
 
 class HybridEngine:
@@ -36,6 +63,7 @@ class HybridEngine:
     self.version = 0
     self.source, self.target = source, target
     self.heads = plan_heads(source.spec, target.mesh)
+    self._moves = _moves(source, target.mesh.shape["tp"], self.heads)
     self._expected: jax.Array | None = None
     self._found: jax.Array | None = None
     self.switch_outer = jax.jit(self._outer, out_shardings=self._outer_shardings())
@@ -72,7 +100,9 @@ class HybridEngine:
     ]
     by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
     outer = abstract.call(self.switch_outer, _outside(weights))
-    return {**outer, "layers": by_stage[: self.source.spec.num_layers]}
+    if self.stages == 1:
+      by_stage = by_stage[: self.source.spec.num_layers]  # without the padding
+    return {**outer, "layers": by_stage}
 
   def verify(self) -> None:
     """Compares the checksums of both sides of the last switch.
@@ -82,7 +112,7 @@ class HybridEngine:
     """
     if self._expected is None:
       return
-    expected, found = jax.device_get((self._expected, self._found))
+    expected, found = multihost.fetch((self._expected, self._found))
     self._expected = self._found = None
     wrong = [str(i) for i in (expected != found).nonzero()[0]]
     if wrong:
@@ -95,40 +125,66 @@ class HybridEngine:
       )
 
   @property
+  def stages(self) -> int:
+    """p_g: with more than one an entry of the copy's layers is a stack of them."""
+    return self.target.mesh.shape["pp"]
+
+  @property
   def _layers_per_stage(self) -> int:
     return self.source.padded_layers // self.source.stages
 
   def _slot(self, layers: Any, j: jax.Array) -> list[Any]:
-    """Layer j of every stage, as a list over the stages."""
+    """Layer j of every training stage, as a list.
 
-    def take(leaf, axes):
-      split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
-      leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
-      return self.source.placed.constrain(leaf, axes)
+    With p_g > 1 an entry is a stack of p_g layers, one of each generation stage.
+    """
+    leaves, structure = jax.tree.flatten(layers)
+    names = structure.flatten_up_to(self.source.axes["layers"])
+    arrived, matrices = [], []
+    for leaf, axes in zip(leaves, names, strict=True):
+      if leaf.ndim == 3 and len(matrices) > 1:
+        # One is gathered while the one before is taken apart. Without this, XLA
+        # gathers all of them first, which takes the memory of the whole slot.
+        j, _ = jax.lax.optimization_barrier((j, matrices[-2]))
+      arrived.append(self._slot_of_leaf(leaf, j, axes))
+      if leaf.ndim == 3 and self.source.stages > 1:
+        matrices.append(arrived[-1])
+    return [structure.unflatten(stage) for stage in zip(*arrived, strict=True)]
 
-    taken = jax.tree.map(take, layers, self.source.axes["layers"])
-    taken = self._pad_heads(self._gather(taken))
-    pick = lambda stage: jax.tree.map(lambda leaf: leaf[stage], taken)
-    return [pick(stage) for stage in range(self.source.stages)]
+  def _slot_of_leaf(self, leaf: jax.Array, j: jax.Array, axes: Axes) -> list[jax.Array]:
+    """Over pp first: that stack is taken apart by a copy, so it had better be small.
 
-  def _gather(self, taken: Any) -> Any:
-    """Whole stages, heads still as in training."""
-    axes = jax.tree.map(
-      lambda names: (None, *names), self._layer_axes, is_leaf=_is_axes
-    )
-    if self.heads != self.source.heads:
-      # Other heads sit on other devices: the rows are arranged anew, unsharded.
-      axes["attn"] = jax.tree.map(
-        lambda names: (None,) * len(names), axes["attn"], is_leaf=_is_axes
-      )
-    return jax.tree.map(self.target.constrain, taken, axes)
+    Gathered over tp afterwards, each layer lands where it stays.
+    """
+    split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
+    leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
+    leaf = self.source.placed.constrain(leaf, axes)
+    move, target = self._moves.get(axes[1]), axes[1:]
+    if move and move.parts == 1:
+      target = (None,) * len(target)
+    if self.stages == 1:
+      leaf = self.source.placed.constrain(leaf, (None, *axes[1:]))
+      entries = [self.target.constrain(x, target) for x in leaf]
+    else:
+      leaf = leaf.reshape(self.stages, -1, *leaf.shape[1:])
+      leaf = self._between.constrain(leaf, ("layers", None, *axes[1:]))
+      entries = [
+        self.target.constrain(leaf[:, k], ("layers", *target))
+        for k in range(leaf.shape[1])
+      ]
+      move = move and jax.vmap(move)
+    return [move(x) for x in entries] if move else entries
 
-  def _pad_heads(self, taken: Any) -> Any:
-    if self.heads == self.source.heads:
-      return taken
-    spec = self.source.spec
-    taken = heads_lib.unpad_heads(taken, self.source.heads, spec.head_dim)
-    return heads_lib.pad_heads(taken, self.heads, spec.head_dim)
+  @property
+  def _between(self) -> Layout:
+    """Whole along a generation stage, otherwise as in training."""
+    inner = ("tp", MICRO_DP_TP) if self.source.zero == 1 else ("tp", MICRO_DP_TP, "dp")
+    kv = self.source.placed.rules.kv_heads and inner
+    return Layout(self.target.mesh, Rules(heads=inner, kv_heads=kv, mlp=inner))
+
+  def _stack(self, layer: Any) -> Any:
+    """An entry of the copy's layers as a stack of p_g layers."""
+    return layer if self.stages > 1 else jax.tree.map(lambda x: x[None], layer)
 
   def _outer(self, outside: Params) -> Params:
     return jax.tree.map(self.target.constrain, outside, self._outer_axes)
@@ -147,8 +203,9 @@ class HybridEngine:
 
   def _slot_shardings(self) -> Any:
     layers = self.source.abstract_weights()["layers"]
-    one = jax.eval_shape(self._slot, layers, jnp.int32(0))[0]
-    return [self.target.shardings(self._layer_axes, one)] * self.source.stages
+    entries = jax.eval_shape(self._slot, layers, jnp.int32(0))
+    axes = self._layer_axes if self.stages == 1 else self.source.axes["layers"]
+    return [self.target.shardings(axes, entry) for entry in entries]
 
   def _digest_of_source(self, weights: Params) -> jax.Array:
     spec = self.source.spec
@@ -162,17 +219,42 @@ class HybridEngine:
     spec = self.source.spec
 
     def one(layer):
-      stack = jax.tree.map(lambda x: x[None], layer)
+      stack = self._stack(layer)
       rows = heads_lib.logical_rows(stack, self.heads, spec.head_dim)
       return digest.of_stack(stack, rows)
 
     outer = jax.tree.map(lambda x: x[None], _outside(copy))
-    return jnp.concatenate([*map(one, copy["layers"]), digest.of_stack(outer)])
+    by_layer = jnp.stack([one(layer) for layer in copy["layers"]], 1).reshape(-1)
+    return jnp.concatenate([by_layer[: spec.num_layers], digest.of_stack(outer)])
 
 
 def _outside(tree: Params) -> Params:
   return {name: leaf for name, leaf in tree.items() if name != "layers"}
 
 
-def _is_axes(x: Any) -> bool:
-  return isinstance(x, tuple)
+def _moves(source: WeightLayout, tp: int, heads: HeadPlan) -> dict[str, _Move]:
+  """The moves by logical axis; none where all heads keep their places."""
+  found = {}
+  for axis, order in (("heads", HeadPlan.query_source), ("kv_heads", _key_order)):
+    old, new = order(source.heads), order(heads)
+    if not np.array_equal(old, new):
+      moves = (_find_move(old, new, n, source.spec.head_dim) for n in (tp, 1))
+      found[axis] = next(move for move in moves if move is not None)
+  return found
+
+
+def _key_order(plan: HeadPlan) -> np.ndarray:
+  """The model's head in each place of the key and value projections."""
+  # With replicas their outputs are copied, the projections stay as they are.
+  return np.arange(plan.kv_heads) if plan.replicas > 1 else plan.slot_source()
+
+
+def _find_move(
+  old: np.ndarray, new: np.ndarray, parts: int, head_dim: int
+) -> _Move | None:
+  """The move that is the same in each of ``parts`` and crosses none; or None."""
+  if len(old) % parts or len(new) % parts:
+    return None
+  old = np.pad(old.reshape(parts, -1), ((0, 0), (0, 1)), constant_values=ABSENT)
+  same = (old[:, :, None] == new.reshape(parts, 1, -1)).all(0)
+  return _Move(parts, same.argmax(0), head_dim) if same.any(0).all() else None

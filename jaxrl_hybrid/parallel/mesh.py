@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrl_hybrid.errors import ConfigError
 
-MICRO_DP = ("micro_dp_pp", "micro_dp_tp")
+MICRO_DP_PP, MICRO_DP_TP = MICRO_DP = ("micro_dp_pp", "micro_dp_tp")
 
 
 def train_mesh(

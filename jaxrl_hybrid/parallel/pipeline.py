@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# (one stage's layers stacked, x_BTD) -> x_BTD
-Stage = Callable[[Any, jax.Array], jax.Array]
+# (one stage's layers stacked, x_BTD, slots) -> (x_BTD, slots)
+Stage = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 Pin = Callable[[jax.Array], jax.Array]
 
 
@@ -24,19 +24,21 @@ def run(
   stage: Stage,
   layers: Any,
   x_BTD: jax.Array,
+  slots: Any,
   *,
   stages: int,
   microbatches: int,
   pin: Pin,
   pin_stages: Pin,
-) -> jax.Array:
-  """All layers applied to ``[B, T, D]``; equals ``stage(layers, x)`` for pp = 1.
+) -> tuple[jax.Array, Any]:
+  """All layers applied to ``[B, T, D]``; ``stage(layers, x, slots)`` for pp = 1.
 
   Args:
     stage: applies a stack of layers.
     layers: tree of ``[L, ...]``, L a multiple of ``stages``, sharded over pp.
     x_BTD: rows; microbatch m takes rows m, m + M, ..., so each one is spread
       over dp like the whole.
+    slots: None, or a tree of ``[L, ...]`` that every stage hands on, tick by tick.
     stages: pp.
     microbatches: M, a divisor of B.
     pin: places ``[b, T, D]`` of one microbatch.
@@ -49,17 +51,22 @@ def run(
   every_stage = jax.vmap(stage, spmd_axis_name="pp")
   is_first = (jnp.arange(stages) == 0)[:, None, None, None]
 
-  def tick(state, i):
+  def tick(carry, i):
+    state, slots = carry
     # The first stage repeats the last microbatch while the pipeline drains.
     fresh = jax.lax.dynamic_index_in_dim(
       inputs, jnp.minimum(i, microbatches - 1), keepdims=False
     )
     state = pin_stages(jnp.where(is_first, pin(fresh)[None], state))
-    done = pin_stages(every_stage(by_stage, state))
-    return pin_stages(jnp.roll(done, 1, axis=0)), pin(done[-1])
+    done, slots = every_stage(by_stage, state, slots)
+    done = pin_stages(done)
+    return (pin_stages(jnp.roll(done, 1, axis=0)), slots), pin(done[-1])
 
   empty = jnp.zeros((stages, rows // microbatches, *rest), x_BTD.dtype)
-  _, outputs = jax.lax.scan(
-    tick, pin_stages(empty), jnp.arange(microbatches + stages - 1)
+  (_, slots), outputs = jax.lax.scan(
+    tick,
+    (pin_stages(empty), jax.tree.map(split, slots)),
+    jnp.arange(microbatches + stages - 1),
   )
-  return outputs[stages - 1 :].swapaxes(0, 1).reshape(x_BTD.shape)
+  slots = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), slots)
+  return outputs[stages - 1 :].swapaxes(0, 1).reshape(x_BTD.shape), slots

@@ -10,6 +10,7 @@ layer by layer where they are used.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,18 +111,31 @@ class WeightLayout:
     outer = params_lib.compute_copy(outer, self.dtype)
     return jax.tree.map(self.placed.constrain, outer, {k: self.axes[k] for k in outer})
 
-  def trainable(self, weights: Params, slots: Params) -> Params:
-    """Weights whose gradient is that of ``slots``, fp32 zeros of their shapes."""
+  def value_and_grad(
+    self, loss: Callable[[Params], Any], weights: Params, grads: Params
+  ) -> tuple[Any, Params]:
+    """``((loss, aux), grads + gradient)``; layers add theirs in place.
 
-    def attach(path, leaf, slot):
-      if params_lib.is_rounded(path):
-        return Kernel(leaf, slot)
-      return leaf + slot
+    Args:
+      loss: of trainable weights.
+      weights: as programs compute with them.
+      grads: fp32, of the weights' shapes (``zeros``).
+    """
 
-    return jax.tree_util.tree_map_with_path(attach, weights, slots)
+    def attach(path, leaf, slot, seed):
+      if path[0].key == "layers":
+        return Kernel(leaf, slot, seed)
+      return Kernel(leaf, slot) if params_lib.is_rounded(path) else leaf + slot
 
-  def slots(self, weights: Params) -> Params:
-    """fp32 zeros, placed as gradients are."""
+    def loss_of(slots):
+      return loss(jax.tree_util.tree_map_with_path(attach, weights, slots, grads))
+
+    value, new = jax.value_and_grad(loss_of, has_aux=True)(self.zeros(weights))
+    outer = {k: jax.tree.map(jnp.add, grads[k], x) for k, x in new.items()}
+    return value, {**outer, "layers": new["layers"]}
+
+  def zeros(self, weights: Params) -> Params:
+    """fp32 zeros, shaped like the weights and placed as gradients are."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
     return self._constrain(zeros, self._gradients)
 
@@ -136,15 +150,16 @@ class WeightLayout:
     if layer:
       axes = drop_stack(axes)
 
-    def place(leaf, names):
-      if isinstance(leaf, Kernel):
-        return Kernel(
-          self.train.constrain(leaf.value, names),
-          self._gradients.constrain(leaf.slot, names),
-        )
-      return self.train.constrain(leaf, names)
+    def place(path, leaf, names):
+      if not isinstance(leaf, Kernel):
+        return self.train.constrain(leaf, names)
+      value = self.train.constrain(leaf.value, names)
+      slot = self._gradients.constrain(leaf.slot, names)
+      return Kernel(value, slot) if params_lib.is_rounded(path) else value + slot
 
-    return jax.tree.map(place, weights, axes, is_leaf=lambda x: isinstance(x, Kernel))
+    return jax.tree_util.tree_map_with_path(
+      place, weights, axes, is_leaf=lambda x: isinstance(x, Kernel)
+    )
 
   def strip(self, grads: Params) -> Params:
     """Gradients of the weights -> of the stored parameters."""

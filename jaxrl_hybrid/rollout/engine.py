@@ -170,7 +170,7 @@ class Engine:
       jnp.repeat, repeats=n, axis=0, total_repeat_length=tokens_UP.shape[0] * n
     )
     prompt_lengths_B, hidden_BD = share(lengths_U), share(hidden_UD)
-    caches = [tuple(self._cache(share(x), max_new) for x in kv) for kv in caches]
+    caches = [tuple(self._cache(x, n, max_new) for x in kv) for kv in caches]
     sample_ids_B = jnp.tile(jnp.arange(n, dtype=jnp.uint32), tokens_UP.shape[0])
     keys_B = sampling_lib.row_keys(
       jax.random.key(self._seed), share(draws_U), sample_ids_B
@@ -233,9 +233,13 @@ class Engine:
     )
     return s["ids_out"], s["lengths"], s["log_probs_out"], s["stopped"]
 
-  def _cache(self, kv_BPKA: jax.Array, max_new: int) -> jax.Array:
-    padded = jnp.pad(kv_BPKA, ((0, 0), (0, max_new), (0, 0), (0, 0)))
-    return self._layout.constrain(padded, ("batch", None, "kv_heads", None))
+  def _cache(self, kv_UPKA: jax.Array, n: int, max_new: int) -> jax.Array:
+    """Keys or values of the prompts, for n samples each and max_new tokens more."""
+    batch = kv_UPKA.ndim - 4  # with generation stages they come first
+    shared = jnp.repeat(kv_UPKA, n, axis=batch)
+    pads = [(0, max_new) if i == batch + 1 else (0, 0) for i in range(shared.ndim)]
+    axes = ("layers",) * batch + ("batch", None, "heads", None)
+    return self._layout.constrain(jnp.pad(shared, pads), axes)
 
 
 def _pad_prompts(

@@ -106,10 +106,10 @@ class Checkpoints:
   def _unusable(self, step: int, reason: object) -> CheckpointError:
     others = [s for s in self._manager.all_steps() if s != step]
     return CheckpointError(
-      f"{self._folder}/{step} does not fit this config (model, algorithm, optimizer) "
-      f"or is damaged: {reason}; other checkpoints here: {others} (delete the folder "
-      "of a damaged one to resume from the one before), or start in another "
-      "trainer.run_dir"
+      f"{self._folder}/{step} does not fit this config (model, algorithm, optimizer, "
+      "offload of parameters or optimizer, offload.layers_per_chunk) or is damaged: "
+      f"{reason}; other checkpoints here: {others} (delete the folder of a damaged one "
+      "to resume from the one before), or start in another trainer.run_dir"
     )
 
 

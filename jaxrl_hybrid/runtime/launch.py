@@ -26,6 +26,7 @@ from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.parallel.multihost import is_primary
 
 MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MEMORY_FRACTION = "0.92"  # JAX's own default leaves a quarter of a GPU unused
 COORDINATOR, COUNT, INDEX = (
   "JAXRL_COORDINATOR",
@@ -64,6 +65,8 @@ def setup(config: ConfigDict) -> None:
     ConfigError: the environment describes no proper group, or nobody answers.
   """
   os.environ.setdefault(MEMORY_VARIABLE, MEMORY_FRACTION)
+  # XLA gives up at 64 GB of pinned memory otherwise, whatever the machine has.
+  os.environ.setdefault(HOST_MEMORY_VARIABLE, str(_host_memory_gb()))
   group = find_group(os.environ) if config.mesh.distributed == "auto" else None
   if config.mesh.fake_devices:
     jax.config.update("jax_platforms", "cpu")
@@ -176,3 +179,7 @@ def _join(group: Group) -> None:
   if not is_primary():
     # All say the same; process 0 says it.
     logging.getLogger().setLevel(logging.ERROR)
+
+
+def _host_memory_gb() -> int:
+  return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import abstract, offload
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
+from jaxrl_hybrid.workers.chunks import Chunks, outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +145,7 @@ class ResidentStore:
 
 
 class StreamedStore:
-  """Chunk 0 is what is outside of the layers, the others are groups of layers.
-
-  Group j holds layers ``j g ... j g + g - 1`` of every pipeline stage.
-  """
+  """Parameters and moments in chunks, some or all of them on the host."""
 
   def __init__(
     self,
@@ -159,20 +156,15 @@ class StreamedStore:
     where: Offload,
   ):
     self._layout, self._where = layout, where
-    self._groups = chunk_count(layout, where.layers_per_chunk)
-    shapes = layout.abstract_params()
-    stored = layout.stored.shardings(layout.axes, shapes)
-    self._merge = jax.jit(self._join, out_shardings=stored)
-    self._split_layers = jax.jit(
-      self._group, out_shardings=self._group_shardings(shapes["layers"])
-    )
+    self._chunks = Chunks(layout, where.layers_per_chunk)
     self._prepare = jax.jit(
       layout.prepare, out_shardings=shardings_of(layout.abstract_weights())
     )
     self._weights = abstract.call(self._prepare, params)
+    self.rest()
     self._params, self._opt_state = [], []
-    for i in range(self._groups + 1):
-      chunk = self._split(params, i)
+    for i in range(len(self._chunks)):
+      chunk = self._chunks.split(params, i)
       shardings = opt_shardings(optimizer, chunk, layout.train)
       init = jax.jit(optimizer.init, out_shardings=shardings)
       moments = abstract.call(init, chunk)
@@ -193,15 +185,15 @@ class StreamedStore:
       self.update_outer = jax.jit(
         update_outer,
         donate_argnums=(0, 1),
-        out_shardings=(of_params, shardings, _outside(self._weight_shardings())),
+        out_shardings=(of_params, shardings, outside(self._weight_shardings())),
       )
       return
 
     def update_group(params, opt_state, layers, grads, metrics, j):
-      grads = self._group(grads, j)
+      grads = self._chunks.take(grads, j)
       params, opt_state = update(params, opt_state, grads, metrics)
       fresh = self._layout.prepare_layers(params)
-      return params, opt_state, self._write(layers, fresh, j)
+      return params, opt_state, self._chunks.write(layers, fresh, j)
 
     self.update_group = jax.jit(
       update_group,
@@ -216,8 +208,10 @@ class StreamedStore:
 
   @params.setter
   def params(self, chunks: list[Params]) -> None:
+    self._weights = None
     self._params = [self._park(chunk, self._where.params) for chunk in chunks]
     self._weights = self._prepare(self.whole_params())
+    self.rest()
 
   @property
   def weights(self) -> Params:
@@ -238,23 +232,26 @@ class StreamedStore:
   def apply(self, grads: Params, metrics: dict[str, jax.Array]) -> None:
     """One optimizer step, chunk by chunk."""
     weights, self._weights = self.weights, None
-    outer, layers = _outside(weights), weights["layers"]
+    outer, layers = outside(weights), weights["layers"]
     del weights
     arriving = self._fetch(0)
-    for i in range(self._groups + 1):
+    for i in range(len(self._chunks)):
       params, opt_state = arriving
       if i == 0:
         del outer
         params, opt_state, outer = self.update_outer(
-          params, opt_state, _outside(grads), metrics
+          params, opt_state, outside(grads), metrics
         )
       else:
         params, opt_state, layers = self.update_group(
           params, opt_state, layers, grads["layers"], metrics, jnp.int32(i - 1)
         )
-      arriving = self._fetch(i + 1) if i < self._groups else None
+      arriving = self._fetch(i + 1) if i + 1 < len(self._chunks) else None
       self._params[i] = self._park(params, self._where.params)
       self._opt_state[i] = self._park(opt_state, self._where.optimizer)
+      if i > 0:
+        # The host must not run ahead: three chunks on the device are enough.
+        jax.block_until_ready((self._params[i - 1], self._opt_state[i - 1]))
     self._weights = {**outer, "layers": layers}
 
   def rest(self) -> None:
@@ -264,7 +261,7 @@ class StreamedStore:
 
   def whole_params(self) -> Params:
     """Stored parameters as one tree on the device; for export and evaluation."""
-    return self._merge([offload.to_device(chunk) for chunk in self._params])
+    return self._chunks.join(map(offload.to_device, self._params))
 
   @property
   def held_weights(self) -> Params:
@@ -279,15 +276,15 @@ class StreamedStore:
     )
 
   def visiting_bytes(self) -> int:
-    """The largest chunk's share of what lives on the host."""
-    kinds = [
-      (self._where.params, self._params),
-      (self._where.optimizer, self._opt_state),
+    """The most that is on the device at once of what lives on the host.
+
+    One chunk is updated, the next one arrives, the one before leaves.
+    """
+    sizes = [
+      abstract.host_bytes(params) + abstract.host_bytes(moments)
+      for params, moments in zip(self._params, self._opt_state, strict=True)
     ]
-    return max(
-      sum(abstract.host_bytes(chunks[i]) for on_host, chunks in kinds if on_host)
-      for i in range(2)
-    )
+    return max(sum(sizes[i : i + 3]) for i in range(len(sizes)))
 
   def _fetch(self, i: int) -> tuple[Params, Any]:
     """Chunk i on the device; its host copy stays until the new one is there."""
@@ -303,64 +300,6 @@ class StreamedStore:
 
   def _weight_shardings(self) -> Any:
     return shardings_of(self._layout.abstract_weights())
-
-  def _by_slot(self, leaf: jax.Array) -> jax.Array:
-    """``[L, ...] -> [pp, groups, g, ...]``."""
-    g = self._where.layers_per_chunk
-    return leaf.reshape(self._layout.stages, self._groups, g, *leaf.shape[1:])
-
-  def _group(self, layers: Any, j: jax.Array) -> Any:
-    """Group j of every stage: ``[pp g, ...]``, placed as stored parameters."""
-
-    def take(leaf, axes):
-      taken = jax.lax.dynamic_index_in_dim(self._by_slot(leaf), j, 1, keepdims=False)
-      return self._layout.stored.constrain(taken.reshape(-1, *leaf.shape[1:]), axes)
-
-    return jax.tree.map(take, layers, self._layout.axes["layers"])
-
-  def _group_shardings(self, layers: Any) -> Any:
-    shapes = jax.eval_shape(self._group, layers, jnp.int32(0))
-    return self._layout.stored.shardings(self._layout.axes["layers"], shapes)
-
-  def _write(self, layers: Any, fresh: Any, j: jax.Array) -> Any:
-    """Weights with group j replaced."""
-
-    def put(leaf, new):
-      new = new.reshape(self._layout.stages, 1, -1, *leaf.shape[1:])
-      written = jax.lax.dynamic_update_slice_in_dim(self._by_slot(leaf), new, j, 1)
-      return written.reshape(leaf.shape)
-
-    return jax.tree.map(put, layers, fresh)
-
-  def _split(self, params: Params, i: int) -> Params:
-    """Chunk i of the whole tree."""
-    if i == 0:
-      return _outside(params)
-    return abstract.call(self._split_layers, params["layers"], jnp.int32(i - 1))
-
-  def _join(self, chunks: list[Params]) -> Params:
-    def merge(*leaves):
-      parts = [x.reshape(self._layout.stages, -1, *x.shape[1:]) for x in leaves]
-      whole = jnp.concatenate(parts, 1)
-      return whole.reshape(-1, *whole.shape[2:])
-
-    return {**chunks[0], "layers": jax.tree.map(merge, *chunks[1:])}
-
-
-def chunk_count(layout: WeightLayout, layers_per_chunk: int) -> int:
-  """How many groups of layers there are.
-
-  Raises:
-    ConfigError: the layers of a stage are no multiple of ``layers_per_chunk``.
-  """
-  layers, stages = layout.spec.num_layers, layout.stages
-  if layers % (stages * layers_per_chunk):
-    raise ConfigError(
-      f"offload.layers_per_chunk: expected a divisor of the {layers} layers / pp="
-      f"{stages}, got {layers_per_chunk}; offload of parameters or optimizer also "
-      "needs pp to divide the layers"
-    )
-  return layers // (stages * layers_per_chunk)
 
 
 def opt_shardings(
@@ -397,7 +336,3 @@ def _update(
   new_params = optax.apply_updates(params, updates)
   keep = lambda new, old: jnp.where(metrics["skipped_updates"], old, new)
   return jax.tree.map(keep, (new_params, new_state), (params, opt_state))
-
-
-def _outside(tree: Params) -> Params:
-  return {name: leaf for name, leaf in tree.items() if name != "layers"}

@@ -155,13 +155,11 @@ def _make_gradients(layout: WeightLayout, loss_fn: LossFn) -> Any:
     total = reduce.totals(batch["mask"])
 
     def accumulate(grads, micro):
-      loss_of = lambda slots: loss_fn(layout.trainable(weights, slots), micro, total)
-      (loss, aux), new = jax.value_and_grad(loss_of, has_aux=True)(
-        layout.slots(weights)
-      )
-      return jax.tree.map(jnp.add, grads, new), (loss, aux)
+      loss_of = lambda trainable: loss_fn(trainable, micro, total)
+      value, grads = layout.value_and_grad(loss_of, weights, grads)
+      return grads, value
 
-    zeros = layout.slots(weights)
+    zeros = layout.zeros(weights)
     grads, (loss, (means, maxima)) = jax.lax.scan(accumulate, zeros, batch)
     grads = layout.strip(grads)
     metrics = {"loss": jnp.sum(loss), "grad_norm": optax.tree.norm(grads)}

@@ -1,6 +1,5 @@
 """One small model, one batch, any mesh: its loss, gradients and updates."""
 
-import dataclasses
 import functools
 
 import jax
@@ -23,6 +22,7 @@ ODD = ModelSpec(
 )  # fmt: skip
 EVEN = ModelSpec("llama", 61, 32, 64, 4, 8, 4, 8, 64, tie_word_embeddings=True)
 GROUPED = ModelSpec("qwen2", 61, 32, 64, 4, 14, 2, 8, 64, qkv_bias=True)
+RESIDENT = stores.Offload()
 SPECS = {"odd": ODD, "even": EVEN, "grouped": GROUPED}
 ROWS, LENGTH, LR = 16, 12, 1e-3
 
@@ -40,12 +40,17 @@ def batch() -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def host_params(spec: ModelSpec) -> dict:
-  """fp32 parameters with the vocabulary padded to 64, every leaf random."""
+def host_params(spec: ModelSpec, vocab: int = 64) -> dict:
+  """fp32 parameters, every leaf random; rows from 64 on are zeros."""
   shapes = params_lib.abstract_params(spec, vocab=64)
   rng = np.random.default_rng(1)
   draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
-  return jax.tree.map(draw, shapes)
+  params = jax.tree.map(draw, shapes)
+  for name in {"embed", "lm_head"} & set(params):
+    rows = np.zeros((vocab, spec.hidden_size), np.float32)
+    rows[:64] = params[name]["kernel"]
+    params[name] = {"kernel": rows}
+  return params
 
 
 def make_state(
@@ -58,7 +63,7 @@ def make_state(
   microbatches: int = 1,
   remat: str = "full",
   chunk: int = 4,
-  where: stores.Offload = stores.Offload(),
+  where: stores.Offload = RESIDENT,
 ) -> training.TrainState:
   """A state at ``host_params`` whose loss is a policy gradient with an entropy."""
   layout = weights_lib.WeightLayout(
@@ -91,29 +96,42 @@ def make_state(
 
   stored = jax.tree.map(
     lambda x, like: jax.device_put(x, like.sharding, may_alias=False),
-    host_params(spec),
+    host_params(spec, layout.vocab),
     layout.abstract_params(),
   )
   return training.TrainState(stored, optax.adamw(LR), layout, loss_fn, where=where)
 
 
-def gradients(state: training.TrainState, *, accumulate: int = 1):
-  """(loss, host gradients of the stored parameters)."""
-  grads, metrics = state.gradients(state.weights, _placed(state, accumulate))
-  return float(metrics["loss"]), jax.device_get(grads)
+def gradients(state: training.TrainState, *, accumulate: int = 1, multiple: int = 1):
+  """(loss, host gradients of the stored parameters); see ``split``."""
+  placed = _placed(state, accumulate, multiple)
+  grads, metrics = state.gradients(state.weights, placed)
+  return float(metrics["loss"]), in_vocabulary(jax.device_get(grads))
 
 
-def after_steps(state: training.TrainState, steps: int, *, accumulate: int = 1):
+def after_steps(
+  state: training.TrainState, steps: int, *, accumulate: int = 1, multiple: int = 1
+):
   """Host parameters after some updates."""
   for _ in range(steps):
-    state.step(_split(accumulate))
-  return jax.device_get(state.store.whole_params())
+    state.step(split(accumulate, multiple))
+  return in_vocabulary(jax.device_get(state.store.whole_params()))
 
 
-def compiled_gradients(state: training.TrainState, *, accumulate: int = 1) -> str:
-  """The gradient program's optimized HLO."""
-  placed = _placed(state, accumulate)
-  return state.gradients.lower(state.weights, placed).compile().as_text()
+def compiled_gradients(
+  state: training.TrainState, *, accumulate: int = 1, multiple: int = 1
+) -> jax.stages.Compiled:
+  """The gradient program."""
+  placed = _placed(state, accumulate, multiple)
+  return state.gradients.lower(state.weights, placed).compile()
+
+
+def in_vocabulary(tree: dict) -> dict:
+  """Without the rows of the vocabulary that only some meshes have."""
+  for name in {"embed", "lm_head"} & set(tree):
+    assert not tree[name]["kernel"][64:].any()
+    tree = {**tree, name: {"kernel": tree[name]["kernel"][:64]}}
+  return tree
 
 
 def worst(got: dict, expected: dict) -> float:
@@ -122,14 +140,17 @@ def worst(got: dict, expected: dict) -> float:
   return max(jax.tree.leaves(jax.tree.map(ratio, got, expected)))
 
 
-def _split(accumulate: int) -> dict[str, np.ndarray]:
-  return {k: x.reshape(accumulate, -1, LENGTH) for k, x in batch().items()}
+def split(accumulate: int, multiple: int = 1) -> dict[str, np.ndarray]:
+  """``[accumulate, B, LENGTH]``, B filled up to a multiple with rows without tokens.
+
+  ``multiple`` is dp times the pipeline's microbatches.
+  """
+  columns = {}
+  for name, x in batch().items():
+    parts = x.reshape(accumulate, -1, LENGTH)
+    columns[name] = np.pad(parts, ((0, 0), (0, -parts.shape[1] % multiple), (0, 0)))
+  return columns
 
 
-def _placed(state, accumulate):
-  return training.place(_split(accumulate), state._layout.train)
-
-
-def replaced(spec: ModelSpec, **changes) -> ModelSpec:
-  """``dataclasses.replace``."""
-  return dataclasses.replace(spec, **changes)
+def _placed(state, accumulate, multiple=1):
+  return training.place(split(accumulate, multiple), state._layout.train)

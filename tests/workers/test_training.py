@@ -27,11 +27,12 @@ class ToyLayout:
     number = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=self.train.replicated)
     return dict.fromkeys(self.names, number)
 
-  def trainable(self, weights, slots):
-    return jax.tree.map(jnp.add, weights, slots)
-
-  def slots(self, weights):
+  def zeros(self, weights):
     return jax.tree.map(jnp.zeros_like, weights)
+
+  def value_and_grad(self, loss, weights, grads):
+    value, new = jax.value_and_grad(loss, has_aux=True)(weights)
+    return value, jax.tree.map(jnp.add, grads, new)
 
   def strip(self, grads):
     return grads

@@ -1,0 +1,178 @@
+"""What each value of a config may be; ``config.validate`` calls these in order."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid.algorithms import kl, losses, reduce
+from jaxrl_hybrid.algorithms.estimate import ESTIMATORS
+from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.models.decoder import REMAT
+from jaxrl_hybrid.ops.attention import IMPLEMENTATIONS
+from jaxrl_hybrid.parallel.weights import ZERO
+
+
+def check_choices(config: ConfigDict) -> None:
+  """Values from a list; a wrong one names the nearest."""
+  for key, choices in {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "algorithm.kl_penalty": kl.ESTIMATORS,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "actor.policy_loss": losses.POLICY_LOSSES,
+    "actor.loss_agg_mode": reduce.AGGREGATIONS,
+    "actor.kl_loss_type": kl.ESTIMATORS,
+    "actor.optim.schedule": ("constant", "linear", "cosine"),
+    "critic.optim.schedule": ("constant", "linear", "cosine"),
+    "model.dtype": ("float32", "bfloat16", "float16"),
+    "model.attention": IMPLEMENTATIONS,
+    "model.remat": REMAT,
+    "mesh.zero": ZERO,
+    "mesh.distributed": ("auto", "off"),
+    "data.string_prompts": ("plain", "user"),
+    "data.overlong_prompts": ("drop", "truncate_left", "error"),
+    "rewards.on_error": ("raise", "zero", "skip"),
+    "trainer.resume_mode": ("auto", "disable"),
+  }.items():
+    one_of(config, key, choices)
+
+
+def check_ranges(config: ConfigDict) -> None:
+  """Numbers and their bounds."""
+  positive = (
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.train_batch_size",
+    "rollout.n",
+    "rollout.max_rows",
+    "rewards.timeout_s",
+    "rewards.num_workers",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_micro_batch_size_per_device",
+    "actor.ppo_epochs",
+    "actor.optim.lr",
+    "actor.optim.clip_grad",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.loss_scale_factor",
+    "critic.optim.lr",
+    "critic.optim.clip_grad",
+    "critic.cliprange_value",
+    "trainer.total_steps",
+    "trainer.max_ckpt_to_keep",
+    "trainer.eval_max_prompts",
+    "model.logprob_chunk",
+    "mesh.pipeline_microbatches",
+    "offload.layers_per_chunk",
+    "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctrl.target_kl",
+  )
+  for key in positive:
+    _require(config, key, lambda v: 0 < v < math.inf, "> 0 and finite")
+  for key in (
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "critic.warmup",
+    "trainer.sample_rows",
+    "actor.optim.warmup_steps",
+    "critic.optim.warmup_steps",
+    "mesh.fake_devices",
+    "seed",
+  ):
+    _require(config, key, lambda v: v >= 0, ">= 0")
+  for key in (
+    "actor.optim.weight_decay",
+    "critic.optim.weight_decay",
+    "actor.optim.min_lr_ratio",
+    "critic.optim.min_lr_ratio",
+    "actor.kl_loss_coef",
+    "algorithm.kl_ctrl.kl_coef",
+  ):
+    _require(config, key, lambda v: 0 <= v < math.inf, ">= 0 and finite")
+  for key in ("actor.optim.betas", "critic.optim.betas"):
+    _require(config, key, _is_betas, "two numbers in [0, 1)")
+  for key in ("algorithm.gamma", "algorithm.lam"):
+    _require(config, key, lambda v: 0 <= v <= 1, "in [0, 1]")
+  _require(
+    config,
+    "rollout.temperature",
+    lambda v: 0 < v < math.inf,
+    "> 0 (sampling and training share it; evaluation is greedy anyway)",
+  )
+  _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+  _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
+  _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
+  if not config.data.train_files:
+    raise ConfigError("data.train_files: expected at least one file, got none")
+
+
+def check_mesh(config: ConfigDict) -> None:
+  """The shapes of both meshes."""
+  for key, names in (("mesh.train", "(pp, tp, dp)"), ("mesh.generation", "(p_g, t_g)")):
+    value = get(config, key)
+    size = names.count(",") + 1
+    if len(value) != size or any(type(v) is not int or v < 1 for v in value):
+      raise ConfigError(f"{key}: expected {size} integers >= 1 {names}, got {value}")
+  pp, tp, _ = config.mesh.train
+  p_g, t_g = config.mesh.generation
+  if pp % p_g or tp % t_g:
+    raise ConfigError(
+      f"mesh.generation: (p_g, t_g)={(p_g, t_g)} must divide "
+      f"(pp, tp)={(pp, tp)} of mesh.train"
+    )
+
+
+def check_rewards(config: ConfigDict) -> None:
+  """Functions and weights belong together."""
+  functions, weights = config.rewards.functions, config.rewards.weights
+  if not functions:
+    raise ConfigError("rewards.functions: expected at least one, got none")
+  if not all(isinstance(f, str) for f in functions):
+    raise ConfigError(f"rewards.functions: expected names, got {tuple(functions)}")
+  if not all(isinstance(w, int | float) and math.isfinite(w) for w in weights):
+    raise ConfigError(f"rewards.weights: expected numbers, got {tuple(weights)}")
+  if len(functions) != len(weights):
+    raise ConfigError(
+      f"rewards.weights: expected {len(functions)} numbers, one per entry of "
+      f"rewards.functions {tuple(functions)}, got {len(weights)}: {tuple(weights)}"
+    )
+
+
+def check_algorithm(config: ConfigDict) -> None:
+  """What the advantage estimator needs."""
+  algorithm = config.algorithm
+  if algorithm.adv_estimator == "grpo" and config.rollout.n < 2:
+    raise ConfigError(
+      f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
+      f"and needs rollout.n >= 2, got {config.rollout.n}; set --config.rollout.n=8 "
+      "or use --config.algorithm.name=ppo or remax"
+    )
+
+
+def get(config: ConfigDict, key: str) -> Any:
+  """The value at a dotted key."""
+  for part in key.split("."):
+    config = config[part]
+  return config
+
+
+def one_of(config: ConfigDict, key: str, choices: Any) -> None:
+  """Raises a ConfigError unless the value at ``key`` is among ``choices``."""
+  value = get(config, key)
+  if value not in choices:
+    near = difflib.get_close_matches(str(value), map(str, choices), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{key}: expected one of {sorted(choices)}, got {value!r}{hint}")
+
+
+def _is_betas(value: Any) -> bool:
+  return len(value) == 2 and all(0 <= beta < 1 for beta in value)
+
+
+def _require(config: ConfigDict, key: str, ok: Any, expected: str) -> None:
+  value = get(config, key)
+  if value is None or not ok(value):
+    raise ConfigError(f"{key}: expected {expected}, got {value!r}")
