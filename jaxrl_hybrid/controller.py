@@ -1,8 +1,9 @@
 """The dataflow of one run, read top-down.
 
-One process drives everything: it draws prompts, lets the roles add their part to
-the batch, and learns from it. Meshes, padding and devices are the workers'
-business. Deliberate differences from the HybridFlow paper's listing:
+One loop drives everything: it draws prompts, lets the roles add their part to the
+batch, and learns from it. Several processes run it alike. Meshes, padding and
+devices are the workers' business. Deliberate differences from the HybridFlow
+paper's listing:
 
 1. The old log-probs are recomputed only when they can differ from the current
    ones (several updates per batch) or are needed earlier (KL in the reward).
