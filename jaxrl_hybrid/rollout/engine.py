@@ -177,9 +177,11 @@ class Engine:
     )
 
     def pick(hidden_BD, step):
-      logits_BV = self._layout.constrain(
-        self._decoder.logits(params, hidden_BD), ("batch", None)
-      )
+      logits_BV = self._decoder.logits(params, hidden_BD)
+      # The product where the head's shards are, then the logits gathered: XLA would
+      # gather the head at every token instead.
+      for axes in (("batch", "vocab"), ("batch", None)):
+        logits_BV = self._layout.constrain(logits_BV, axes)
       uniform_B = sampling_lib.uniforms(keys_B, step)
       return sampling_lib.sample(logits_BV, uniform_B, sampling)
 

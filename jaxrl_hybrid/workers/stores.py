@@ -231,6 +231,8 @@ class StreamedStore:
 
   def apply(self, grads: Params, metrics: dict[str, jax.Array]) -> None:
     """One optimizer step, chunk by chunk."""
+    # Chunks must not arrive beside the temporaries of the gradient program.
+    jax.block_until_ready(grads)
     weights, self._weights = self.weights, None
     outer, layers = outside(weights), weights["layers"]
     del weights

@@ -57,7 +57,14 @@ def setup(
   )
   params = init()
   heads = weights_lib.plan_heads(spec, target.mesh)
-  model = decoder.Decoder(spec, jnp.float32, "xla", target.constrain, heads=heads)
+  model = decoder.Decoder(
+    spec,
+    jnp.float32,
+    "xla",
+    target.constrain,
+    heads=heads,
+    stages=target.mesh.shape["pp"],
+  )
   switch = hybrid.HybridEngine(source, target)
   weights, _ = switch.to_generation(jax.jit(source.prepare)(params))
   engine = Engine(model, target, eos_ids=eos, max_rows=max_rows, seed=seed)
@@ -152,7 +159,7 @@ def test_meshes_give_the_same_tokens(mesh, generation):
 
 @pytest.mark.parametrize(
   "mesh,generation,zero",
-  [((1, 4, 2), (1, 4), 1), ((2, 4, 2), (1, 2), 1), ((2, 2, 2), (1, 1), 3)],
+  [((1, 4, 2), (1, 4), 1), ((2, 4, 2), (2, 2), 1), ((2, 2, 2), (1, 1), 3)],
 )
 def test_meshes_that_divide_neither_heads_nor_layers_do_too(mesh, generation, zero):
   eos = (2, 5, 9)
