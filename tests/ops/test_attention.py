@@ -80,7 +80,7 @@ def test_cached_is_the_last_row_of_causal():
 
 def test_auto_on_a_cpu_is_xla_and_cudnn_is_refused():
   assert attention.choose("auto", dtype=jnp.bfloat16, head_dim=64) == "xla"
-  with pytest.raises(ConfigError, match="the backend is cpu"):
+  with pytest.raises(ConfigError, match="the platform is cpu"):
     attention.choose("cudnn", dtype=jnp.bfloat16, head_dim=64)
 
 
