@@ -1,33 +1,40 @@
 """What a run will hold on each GPU, phase by phase, before any GPU is rented.
 
-The roles of the run are built on shapes for the real mesh, and the programs
-that a step will run are compiled ahead of time: XLA's own analysis says what
-each needs beyond what is resident. Nothing is computed and no weight is read.
+The roles of the run are built on shapes for the real mesh; what is resident
+follows from shapes and shardings. The programs that a step will run are compiled
+ahead of time, and XLA's own analysis says what each needs beyond that; without a
+compiler for the GPU ``plan_model`` estimates it. Nothing is computed and no weight
+is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_hybrid import build
+from jaxrl_hybrid import build, plan_model
 from jaxrl_hybrid.inspection import Plan, make_algorithm
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.parallel import abstract, offload, topology
+from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.shapes import bucket
 from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
+from jaxrl_hybrid.workers.generator import GREEDY
 from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.stores import StreamedStore
 from jaxrl_hybrid.workers.training import TrainState, abstract_batch
 
 ACTOR_COLUMNS = ("advantages", "rollout_log_probs")
 CRITIC_COLUMNS = ("returns", "old_values")
+BUFFERS, CACHE = "activations and buffers", "KV cache"  # components
+GEN = "gen"
 Bytes = dict[str, int]  # component -> bytes per GPU
 
 
@@ -74,8 +81,8 @@ class Report:
 
   def kv_rows_that_fit(self, usable: int) -> int:
     """Rows per GPU whose KV cache fits beside the rest of the generation phase."""
-    generation = next(p for p in self.phases if p.name == "gen")
-    rest = generation.bytes - generation.components["KV cache"]
+    generation = next(p for p in self.phases if p.name == GEN)
+    rest = generation.bytes - generation.components[CACHE]
     return max(0, (usable - rest) // self.kv_row_bytes)
 
 
@@ -84,10 +91,12 @@ class Planner:
 
   Args:
     plan: an inspected config whose mesh may be of devices that are not there.
+    estimate: nothing is compiled, what programs allocate is an estimate.
   """
 
-  def __init__(self, plan: Plan):
+  def __init__(self, plan: Plan, *, estimate: bool = False):
     self._plan = plan
+    self._model = plan_model.Model(plan) if estimate else None
     config = plan.config
     self._length = config.data.max_prompt_length + config.data.max_response_length
     self._algorithm = make_algorithm(config)
@@ -97,7 +106,6 @@ class Planner:
     self.critic: Critic | None = None
     if self._algorithm.needs_critic:
       self.critic = build.make_critic(plan, shapes(params_lib.VALUE))
-      self.critic.state.store.rest()
     self._generation = self.actor.generator.switch.copy(self.actor.state.weights)
 
   def report(self) -> Report:
@@ -107,13 +115,17 @@ class Planner:
       switch_bytes=self._switch_bytes(),
       host_bytes=self._host_bytes(),
       kv_row_bytes=self._kv_bytes(1),
-      rows=self._rows_per_device(),
+      rows=self._rows_per_device(
+        self._plan.config.data.train_batch_size, self._plan.config.rollout.n
+      ),
     )
 
   def _phases(self) -> Iterator[Phase]:
     copy = {"generation weights": self._generation_bytes()}
-    yield self._phase("switch", copy | self._beyond(self._compile_switch()))
-    yield self._generation_phase(copy)
+    switched = abstract.device_bytes(self._slot_of_generation())
+    beyond = self._buffers("switch", self._lower_switch, switched)
+    yield self._phase("switch", copy | beyond)
+    yield from self._generation_phases(copy)
     if self._needs_old_log_probs():
       yield self._scoring(
         "old_log_prob", self.actor.log_probs, self.actor.state.weights
@@ -148,26 +160,46 @@ class Planner:
       found["reference weights"] = abstract.device_bytes(self.reference.weights)
     return found
 
-  def _generation_phase(self, copy: Bytes) -> Phase:
-    config = self._plan.config
-    settings = self.actor.generator.settings
-    lowered = self.actor.generator.engine.lower(
+  def _generation_phases(self, copy: Bytes) -> Iterator[Phase]:
+    """Of training, and of greedy completions if their prompts need more."""
+    config, settings = self._plan.config, self.actor.generator.settings
+    per_wave = self.actor.generator.engine.prompts_per_wave
+    batch = config.data.train_batch_size
+    runs = {GEN: (batch, settings.n, settings.sampling)}
+    if self._algorithm.needs_greedy_baseline:
+      runs["gen_baseline"] = (batch, 1, GREEDY)
+    if self._plan.eval_prompts:
+      runs["testing"] = (len(self._plan.eval_prompts), 1, GREEDY)
+    largest = 0
+    for name, (prompts, n, sampling) in runs.items():
+      if per_wave(prompts, n) > largest:
+        largest = per_wave(prompts, n)
+        yield self._generation_phase(name, copy, prompts, n, sampling)
+
+  def _generation_phase(
+    self, name: str, copy: Bytes, prompts: int, n: int, sampling: Sampling
+  ) -> Phase:
+    data, engine = self._plan.config.data, self.actor.generator.engine
+    cache = self._kv_bytes(self._rows_per_device(prompts, n))
+    lower = functools.partial(
+      engine.lower,
       self._generation,
-      config.data.train_batch_size,
-      config.data.max_prompt_length,
-      n=settings.n,
-      max_new=settings.max_new,
-      sampling=settings.sampling,
+      prompts,
+      data.max_prompt_length,
+      n=n,
+      max_new=data.max_response_length,
+      sampling=sampling,
     )
-    beyond = self._beyond(lowered.compile())
-    cache = self._kv_bytes(self._rows_per_device())
-    beyond["activations and buffers"] -= cache
-    return self._phase("gen", copy | beyond | {"KV cache": cache})
+    shards = self._plan.generation_layout.batch_shards
+    prefilled = engine.prompts_per_wave(prompts, n) // shards
+    buffers = self._buffers(name, lower, cache, prompts=prefilled, rows=prefilled * n)
+    return self._phase(name, copy | buffers | {CACHE: cache})
 
   def _scoring(self, name: str, scorer: Any, weights: Any) -> Phase:
-    sequences = self._plan.sizes.sequences
-    compiled = scorer.lower(weights, sequences, self._length).compile()
-    beyond = self._beyond(compiled)
+    lower = functools.partial(
+      scorer.lower, weights, self._plan.sizes.sequences, self._length
+    )
+    beyond = self._buffers(name, lower)
     return self._phase(name, beyond | self._visiting(name, weights))
 
   def _visiting(self, name: str, weights: Any) -> Bytes:
@@ -192,34 +224,49 @@ class Planner:
     batch = abstract_batch(columns, shape, plan.train_layout)
     held = abstract.device_bytes(state.store.held_weights)
     visiting = {f"{role} weights": abstract.device_bytes(state.weights) - held}
-    compiled = state.lower(batch).compile()
     grads, metrics = state.gradient_shapes(batch)
     size = {"gradients": abstract.device_bytes(grads)}
-    beyond = self._beyond(compiled)
-    beyond["activations and buffers"] -= size["gradients"]
-    yield self._phase(f"{name}: gradients", visiting | size | beyond)
-    compiled = state.store.lower_update(grads, metrics).compile()
-    memory = topology.memory(compiled)
-    temporary = memory["temp"] + memory["output"] - memory["alias"]
+    part = f"{name}: gradients"
+    lower = functools.partial(state.lower, batch)
+    beyond = self._buffers(part, lower, size["gradients"])
+    yield self._phase(part, visiting | size | beyond)
     chunks = {}
     if isinstance(state.store, StreamedStore):
       chunks = {"optimizer chunks": state.store.visiting_bytes()}
     elif held:
       size |= {f"{role} weights": -held}  # made anew after the update
-    yield self._phase(
-      f"{name}: optimizer", size | chunks | {"activations and buffers": temporary}
-    )
+    part = f"{name}: optimizer"
+    lower = functools.partial(state.store.lower_update, grads, metrics)
+    yield self._phase(part, size | chunks | self._buffers(part, lower))
 
-  def _beyond(self, compiled: jax.stages.Compiled) -> Bytes:
-    """What a program allocates: its arguments are resident, but for the batch."""
-    memory = topology.memory(compiled)
-    size = memory["temp"] + memory["output"] - memory["alias"]
-    return {"activations and buffers": size}
+  def _buffers(
+    self,
+    phase: str,
+    lower: Callable[[], jax.stages.Lowered],
+    counted: int = 0,
+    **rows: int,
+  ) -> Bytes:
+    """What a program allocates; its arguments are resident, but for the batch.
 
-  def _compile_switch(self) -> jax.stages.Compiled:
+    Args:
+      phase: that it runs in.
+      lower: makes the program.
+      counted: what of it is a component of its own.
+      **rows: of a generation program.
+    """
+    if self._model:
+      return {BUFFERS: self._model.buffers(phase, **rows)}
+    memory = topology.memory(_compile(phase, lower()))
+    return {BUFFERS: memory["temp"] + memory["output"] - memory["alias"] - counted}
+
+  def _lower_switch(self) -> jax.stages.Lowered:
     layers = self.actor.state.weights["layers"]
-    slot = self.actor.generator.switch.switch_slot.lower(layers, jnp.int32(0))
-    return slot.compile()
+    return self.actor.generator.switch.switch_slot.lower(layers, jnp.int32(0))
+
+  def _slot_of_generation(self) -> Any:
+    """What one call of the switch's program makes, a part of the copy."""
+    switch, layers = self.actor.generator.switch, self.actor.state.weights["layers"]
+    return abstract.call(switch.switch_slot, layers, jnp.int32(0))
 
   def _generation_bytes(self) -> int:
     return abstract.device_bytes(self._generation)
@@ -235,12 +282,9 @@ class Planner:
         trees += [store.params, store.opt_state, store.held_weights]
     return sum(abstract.host_bytes(tree) for tree in trees)
 
-  def _rows_per_device(self) -> int:
-    settings = self.actor.generator.settings
-    prompts = self.actor.generator.engine.prompts_per_wave(
-      self._plan.config.data.train_batch_size, settings.n
-    )
-    return prompts * settings.n // self._plan.generation_layout.batch_shards
+  def _rows_per_device(self, prompts: int, n: int) -> int:
+    per_wave = self.actor.generator.engine.prompts_per_wave(prompts, n)
+    return per_wave * n // self._plan.generation_layout.batch_shards
 
   def _kv_bytes(self, rows: int) -> int:
     spec, layout = self._plan.source.spec, self._plan.generation_layout
@@ -262,3 +306,13 @@ class Planner:
     names += ["old_log_probs"] if self._needs_old_log_probs() else []
     names += ["ref_log_probs"] if self.reference else []
     return dict.fromkeys(names, np.float32)
+
+
+def _compile(phase: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+  try:
+    return lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    raise topology.TopologyError(
+      f"XLA cannot compile the program of phase {phase!r} for this GPU: "
+      f"{str(error).splitlines()[0]}"
+    ) from error
