@@ -19,6 +19,7 @@ from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.hf.load import load_params
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import attention
+from jaxrl_hybrid.parallel import abstract
 from jaxrl_hybrid.parallel import weights as weights_lib
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
@@ -34,7 +35,7 @@ from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
 from jaxrl_hybrid.workers.reference import Reference
-from jaxrl_hybrid.workers.stores import Offload
+from jaxrl_hybrid.workers.stores import Offload, shardings_of
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
@@ -117,15 +118,25 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
     return None
   if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
     logging.warning("the KL to the reference is both in the reward and in the loss")
+  weights = actor.state.weights
+  if offload_of(config).streams and not config.offload.reference:
+    weights = _copy(weights)  # streamed updates write into the actor's
   return Reference(
     make_train_decoder(plan),
-    actor.state.weights,
+    weights,
     plan.train_layout,
     temperature=config.rollout.temperature,
     chunk=config.model.logprob_chunk,
     micro_rows=plan.sizes.micro_sequences,
     on_host=config.offload.reference,
   )
+
+
+def _copy(weights: Params) -> Params:
+  program = jax.jit(
+    lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings_of(weights)
+  )
+  return abstract.call(program, weights)
 
 
 def weight_layout(plan: Plan, head: str = params_lib.LM) -> WeightLayout:
