@@ -18,8 +18,9 @@ GPU, with fp32 activations (4 bytes) as the decoder has them:
                 and a copy of the layers' weights, instead of saved)
     scoring     1.25 hidden + 1.5 stream (pp > 1) + the larger of inner and logits
                 + gathered
-    generation  the larger of 4 U P ((3 F + 2 Q + 4 K) / t_g + 2 D), the prefill of
-                U prompts, and 4 N V (1 + 1/t_g), the logits of N rows
+    generation  the larger of 4 U P ((2.5 F + 2 Q + 4 K) / t_g + D), the prefill of
+                U prompts (float16: a quarter more), and 4 N V (1 + 1/t_g), the
+                logits of N rows
     switch      half of an MLP matrix of every stage
     optimizer   nothing
 
@@ -55,7 +56,8 @@ class Model:
     self.spread = config.mesh.zero == 3 and dp > 1
     self.tied = spec.tie_word_embeddings
     self.t_g = target.shape["tp"]
-    self.remat, self.item = config.model.remat, jnp.dtype(config.model.dtype).itemsize
+    self.remat, self.dtype = config.model.remat, jnp.dtype(config.model.dtype)
+    self.item = self.dtype.itemsize
     self.D, self.F = spec.hidden_size, spec.intermediate_size
     self.V = weights_lib.padded_vocab(spec, mesh)
     self.Q, self.K = _widths(spec, mesh)
@@ -110,8 +112,9 @@ class Model:
     return tables * self.item * self.V * self.D / (self.tp * self.pp)
 
   def _generation(self, prompts: int, rows: int) -> float:
-    width = (3 * self.F + 2 * self.Q_g + 4 * self.K_g) / self.t_g + 2 * self.D
-    prefill = FP32 * prompts * self.P * width
+    width = (2.5 * self.F + 2 * self.Q_g + 4 * self.K_g) / self.t_g + self.D
+    scaled = 1.25 if self.dtype == jnp.float16 else 1  # rows of products
+    prefill = FP32 * prompts * self.P * width * scaled
     gathered = 1 / self.t_g if self.t_g > 1 else 0
     return max(prefill, FP32 * rows * self.V * (1 + gathered))
 

@@ -67,7 +67,9 @@ def test_the_loss_and_its_metrics_by_numpy(valued):
     assert metrics[f"critic/{name}"] == pytest.approx(value, rel=1e-4), name
 
 
-@pytest.mark.parametrize("options", [dict(micro_rows=1), dict(mesh=(1, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+  "options", [dict(micro_rows=1), dict(mesh=(1, 2, 2)), dict(mesh=(2, 4, 2))], ids=str
+)
 def test_the_split_of_the_work_does_not_change_the_update(valued, options):
   (metrics, change), (expected, whole) = update(valued, **options), update(valued)
   assert metrics["critic/loss"] == pytest.approx(expected["critic/loss"], rel=2e-6)
