@@ -123,7 +123,9 @@ class Decoder:
 
       layer = params_lib.bind_layer(self.spec, layer_params)
       x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
-      return self._pin(x_BTD), cache
+      # The cache now: XLA may merge the projections of queries, keys and values and
+      # then hold the merged fp32 result of every layer until the last one is done.
+      return jax.lax.optimization_barrier((self._pin(x_BTD), cache))
 
     caches = [self._empty_cache(*tokens_BP.shape)] * len(params["layers"])
     x_BTD, caches = staged.through(
