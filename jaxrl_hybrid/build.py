@@ -21,6 +21,7 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import attention
 from jaxrl_hybrid.parallel import abstract
 from jaxrl_hybrid.parallel import weights as weights_lib
+from jaxrl_hybrid.parallel.experts import sharded_mixture
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
@@ -234,10 +235,12 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
       model.attention,
       dtype=dtype,
       head_dim=spec.head_dim,
+      softcap=spec.attention_softcap is not None,
       platform=layout.mesh.devices.flat[0].platform,
     ),
     layout.constrain,
     model.remat,
+    mixture=sharded_mixture(layout, spec),
   )
 
 

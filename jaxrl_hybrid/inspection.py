@@ -19,6 +19,7 @@ from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.models.params import num_params
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights
 from jaxrl_hybrid.parallel.rules import Layout
@@ -50,7 +51,7 @@ class Plan:
     spec = self.source.spec
     lines = [
       mesh_lib.describe(self.train_layout.mesh, self.generation_layout.mesh),
-      f"model: {spec.family}, {spec.num_params():,} parameters, "
+      f"model: {spec.family}, {num_params(spec):,} parameters, "
       f"{self.config.model.dtype}, from {self.source.describe()}",
       self.sizes.describe(self.config.trainer.total_steps),
       f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "

@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid.data import tasks
 from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.errors import ConfigError, ModelError
-from jaxrl_hybrid.models.spec import ModelSpec, load_hf_config, spec_from_hf
+from jaxrl_hybrid.models.families import ARCHITECTURES, load_hf_config, spec_from_hf
+from jaxrl_hybrid.models.spec import ModelSpec
 
 # What of a generation_config would change sampling; we take ours from the config.
 SAMPLING_KEYS = (
@@ -116,12 +117,7 @@ def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
       f"model.random: expected the fields of an HF config with a "
       f"model_type, got {fields}: {error}"
     ) from error
-  architecture = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-  }.get(config["model_type"])
-  return config | {"architectures": [architecture]}
+  return config | {"architectures": [ARCHITECTURES.get(config["model_type"])]}
 
 
 def _generation_config(path: str) -> dict[str, Any]:

@@ -287,14 +287,17 @@ class Planner:
     return per_wave * n // self._plan.generation_layout.batch_shards
 
   def _kv_bytes(self, rows: int) -> int:
-    spec, layout = self._plan.source.spec, self._plan.generation_layout
-    heads = self.actor.generator.switch.heads
+    layout, decoder = self._plan.generation_layout, self.actor.generator.engine.decoder
     config = self._plan.config
     length = bucket(config.data.max_prompt_length) + config.data.max_response_length
     layers = len(self._generation["layers"])  # of each stage
-    per_token = 2 * layers * spec.head_dim * heads.slots
-    size = self.actor.generator.switch.dtype.itemsize
-    return rows * length * per_token * size // layout.mesh.shape["tp"]
+    layers += decoder.spec.dense_layers
+    tp = layout.mesh.shape["tp"]
+    shards = lambda heads: 1 if heads % tp else tp
+    per_layer = sum(
+      heads * width // shards(heads) for heads, width in decoder.cache_dims()
+    )
+    return rows * length * layers * per_layer * decoder.dtype.itemsize
 
   def _needs_old_log_probs(self) -> bool:
     sequences = self._plan.sizes.sequences

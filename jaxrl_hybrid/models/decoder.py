@@ -10,27 +10,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_hybrid.models import layers, rope, staged
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.heads import HeadPlan
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.ops import attention, logprob, matmul
+from jaxrl_hybrid.ops import attention, experts, logprob, matmul
 from jaxrl_hybrid.parallel import pipeline
 
-# (k_BSKA, v_BSKA) of one layer; with generation stages of one layer of each,
-# stacked on a leading axis
-KVCache = tuple[jax.Array, jax.Array]
+# (k_BSKA, v_BSKA) of one layer, or what latent attention has in their place; with
+# generation stages of one layer of each, stacked on a leading axis
+KVCache = tuple[jax.Array, ...]
 # (array, logical axis of each dim) -> the array with its sharding pinned
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 # (tree of one layer or of what is outside of the layers, layer=bool) -> the tree
 # as products use it
 Use = Callable[..., Params]
+Mixture = Callable[..., jax.Array]  # experts.batched_mixture
 
 REMAT = ("none", "full", "stage")
 
@@ -55,6 +58,7 @@ class Decoder:
     use: places weights where they are used.
     stages: pp; of a generation decoder p_g.
     microbatches: of the pipeline, in training.
+    mixture: runs the experts of each token.
   """
 
   spec: ModelSpec
@@ -66,42 +70,51 @@ class Decoder:
   use: Use = _as_is
   stages: int = 1
   microbatches: int = 1
+  mixture: Mixture = experts.batched_mixture
 
   def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    x_BTD, cos, sin = self._embed(params, tokens_BT, positions_1T)
+    x_BTD = self._embed(params, tokens_BT)
 
-    def attend(q, k, v):
-      return self._causal(q, *self._slots(k, v)), None
+    def apply(x_BTD, layer_params, local, *, dense=False):
+      def attend(q, k, v, **_):
+        return self._causal(q, *self._slots(k, v), local), None
 
-    context = layers.Context(
-      cos, sin, attend, self.dtype, self._sequence(None), self._sequence("seq")
-    )
+      context = dataclasses.replace(
+        self._context(positions_1T, local, attend),
+        gather=self._sequence(None),
+        scatter=self._sequence("seq"),
+      )
+      layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+      return self._pin(layer(x_BTD, context)[0])
 
-    def one(x_BTD, layer_params):
+    def one(x_BTD, layer_params, local):
       layer_params = self.use(layer_params, layer=True)
-      layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, _ = layer(x_BTD, context)
-      return self._pin(x_BTD)
+      return self._by_kind(local, functools.partial(apply, x_BTD, layer_params))
 
+    dense = functools.partial(apply, local=self.spec.is_local(0), dense=True)
     if self.remat != "none":
       one = jax.checkpoint(one, prevent_cse=False)
+      dense = jax.checkpoint(dense, prevent_cse=False)
+    for layer_params in params_lib.dense_layers(params):
+      x_BTD = dense(x_BTD, layer_params)
 
     def body(carry, xs):
       x_BTD, slots = carry
-      values, i = xs
+      (values, local), i = xs
       mine = None
       if slots is not None:
         mine, slots = matmul.take_slots(slots, i)
-      return (one(x_BTD, matmul.join_slots(values, mine)), slots), None
+      return (one(x_BTD, matmul.join_slots(values, mine), local), slots), None
 
-    def stage(values, x_BTD, slots):
-      count = jax.tree.leaves(values)[0].shape[0]
-      return jax.lax.scan(body, (x_BTD, slots), (values, jnp.arange(count)))[0]
+    def stage(layers, x_BTD, slots):
+      count = jax.tree.leaves(layers)[0].shape[0]
+      return jax.lax.scan(body, (x_BTD, slots), (layers, jnp.arange(count)))[0]
 
     values, slots, seeds = matmul.split_slots(params["layers"])
-    x_BTD, slots = self._run(stage, values, x_BTD, slots)
+    local_L = self._local_layers(jax.tree.leaves(values)[0].shape[0])
+    x_BTD, slots = self._run(stage, (values, jnp.asarray(local_L)), x_BTD, slots)
     if slots is not None:
       x_BTD = matmul.start_from(x_BTD, slots, seeds)
     return self._norm(params, x_BTD)
@@ -111,27 +124,32 @@ class Decoder:
   ) -> tuple[jax.Array, list[KVCache]]:
     """Hidden states ``[B, P, D]`` and each layer's keys and values of P."""
     positions_1P = jnp.arange(tokens_BP.shape[1])[None]
-    x_BTD, cos, sin = self._embed(params, tokens_BP, positions_1P)
+    x_BTD = self._embed(params, tokens_BP)
 
-    def one(layer_params, kept, x_BTD, active):
-      def attend(q, k, v):
-        k, v = self._slots(k, v)
-        cache = (k.astype(self.dtype), v.astype(self.dtype))
-        if kept is not None:
-          cache = jax.tree.map(functools.partial(jnp.where, active), cache, kept)
-        return self._causal(q, k, v), cache
+    def one(layer_params, kept, x_BTD, active, local, *, dense=False):
+      def apply(local):
+        def attend(q, k, v, *, keep=None, **_):
+          k, v = self._slots(k, v)
+          return self._causal(q, k, v, local), (k, v) if keep is None else keep
 
-      layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
+        layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+        return layer(x_BTD, self._context(positions_1P, local, attend))
+
+      x_BTD, cache = self._by_kind(local, apply)
+      cache = tuple(x.astype(self.dtype) for x in cache)
+      if kept is not None:
+        cache = jax.tree.map(functools.partial(jnp.where, active), cache, kept)
       # The cache now: XLA may merge the projections of queries, keys and values and
       # then hold the merged fp32 result of every layer until the last one is done.
       return jax.lax.optimization_barrier((self._pin(x_BTD), cache))
 
-    caches = [self._empty_cache(*tokens_BP.shape)] * len(params["layers"])
+    x_BTD, first = self._dense_first(one, params, x_BTD)
+    layers = params["layers"]
+    caches = [self._empty_cache(*tokens_BP.shape)] * len(layers)
     x_BTD, caches = staged.through(
-      one, params["layers"], caches, x_BTD, stages=self.stages
+      one, layers, caches, self._local_entries(len(layers)), x_BTD, stages=self.stages
     )
-    return self._norm(params, x_BTD), caches
+    return self._norm(params, x_BTD), first + caches
 
   def decode(
     self,
@@ -141,10 +159,11 @@ class Decoder:
     caches: Sequence[KVCache],
   ) -> tuple[jax.Array, list[KVCache]]:
     """One token per row: hidden ``[B, D]``, caches with the token written."""
-    x_BTD, cos, sin = self._embed(params, tokens_B[:, None], positions_B[:, None])
+    assert self.spec.knows_length, "the rope needs ModelSpec.for_length"
+    x_BTD = self._embed(params, tokens_B[:, None])
     rows = jnp.arange(tokens_B.shape[0])
 
-    def one(layer_params, cache, x_BTD, active):
+    def one(layer_params, cache, x_BTD, active, local, *, dense=False):
       # A stage whose turn it is not looks at next to nothing.
       lengths_B = positions_B + 1
       if active is not None:
@@ -156,22 +175,39 @@ class Decoder:
           new_BKA = jnp.where(active, new_BKA, cache_BSKA[rows, positions_B])
         return cache_BSKA.at[rows, positions_B].set(new_BKA)
 
-      def attend(q, k, v):
-        k, v = self._slots(k, v)
-        k_BSKA, v_BSKA = write(cache[0], k[:, 0]), write(cache[1], v[:, 0])
-        out = attention.cached(
-          q, k_BSKA, v_BSKA, lengths_B, implementation=self.attention
-        )
-        return out, (k_BSKA, v_BSKA)
+      def apply(local):
+        def attend(q, k, v, *, v_dim=None, **_):
+          new = self._slots(*(x for x in (k, v) if x is not None))
+          kept = tuple(write(old, x[:, 0]) for old, x in zip(cache, new, strict=True))
+          out = attention.cached(
+            q,
+            kept[0],
+            kept[-1],
+            lengths_B,
+            implementation=self.attention,
+            form=self._form(local),
+          )
+          return out[..., :v_dim], kept
 
-      layer = params_lib.bind_layer(self.spec, layer_params)
-      x_BTD, cache = layer(x_BTD, layers.Context(cos, sin, attend, self.dtype))
+        layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+        context = self._context(positions_B[:, None], local, attend)
+        return layer(x_BTD, dataclasses.replace(context, decoding=True))
+
+      x_BTD, cache = self._by_kind(local, apply)
       return self._pin(x_BTD), cache
 
+    leading = self.spec.dense_layers
+    x_BTD, first = self._dense_first(one, params, x_BTD, caches[:leading])
+    layers = params["layers"]
     x_BTD, caches = staged.through(
-      one, params["layers"], caches, x_BTD, stages=self.stages
+      one,
+      layers,
+      caches[leading:],
+      self._local_entries(len(layers)),
+      x_BTD,
+      stages=self.stages,
     )
-    return self._norm(params, x_BTD)[:, 0], caches
+    return self._norm(params, x_BTD)[:, 0], first + caches
 
   def head(self, params: Params) -> matmul.Weight:
     """LM head ``[V, D]``; the embedding when tied."""
@@ -181,6 +217,7 @@ class Decoder:
   def logits(self, params: Params, hidden_BD: jax.Array) -> jax.Array:
     """fp32 logits ``[B, V]``, padded vocabulary columns masked."""
     logits_BV = matmul.product(hidden_BD, self.head(params), "bd,vd->bv", self.dtype)
+    logits_BV = logprob.cap(logits_BV, self.spec.logit_softcap)
     return logprob.mask_padded_vocab(logits_BV, self.spec.vocab_size)
 
   def token_log_probs(
@@ -201,6 +238,7 @@ class Decoder:
       vocab_size=self.spec.vocab_size,
       chunk=chunk,
       dtype=self.dtype,
+      softcap=self.spec.logit_softcap,
     )
     return _shift_right(log_probs), _shift_right(entropy)
 
@@ -232,10 +270,53 @@ class Decoder:
     outer = {name: leaf for name, leaf in params.items() if name != "layers"}
     return {**self.use(outer, layer=False), "layers": params["layers"]}
 
-  def _embed(self, params, tokens_BT, positions_BT):
+  def _embed(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     x_BTD = matmul.lookup(params["embed"]["kernel"], tokens_BT, self.dtype)
-    cos, sin = rope.cos_sin(self.spec.rope, self.spec.head_dim, positions_BT)
-    return self._pin(x_BTD), cos, sin
+    return self._pin(x_BTD * self.spec.embed_scale)
+
+  def _context(self, positions_BT, local: bool, attend) -> layers.Context:
+    spec = self.spec
+    of_layer = spec.local_rope if local and spec.local_rope else spec.rope
+    cos, sin = rope.cos_sin(of_layer, spec.rope_dim, positions_BT)
+    return layers.Context(cos, sin, attend, self.dtype, mixture=self.mixture)
+
+  def _by_kind(self, local: bool | jax.Array, apply: Callable[[bool], Any]) -> Any:
+    """``apply(local)`` with a Python bool: one of two branches if it is traced."""
+    if isinstance(local, bool):
+      return apply(local)
+    if not self.spec.mixes_windows:
+      return apply(self.spec.is_local(0))
+    return jax.lax.cond(local, lambda: apply(True), lambda: apply(False))
+
+  def _local_layers(self, count: int) -> np.ndarray:
+    """bool ``[count]`` of the stacked layers; layers of padding are not local."""
+    leading = self.spec.dense_layers
+    local = [self.spec.is_local(i) for i in range(leading, self.spec.num_layers)]
+    return np.array(local + [False] * (count - len(local)))
+
+  def _local_entries(self, entries: int) -> list[bool] | np.ndarray:
+    """Of generation layers: a bool each, with stages bool ``[entries, stages]``."""
+    local_L = self._local_layers(entries * self.stages)
+    if self.stages == 1:
+      return local_L.tolist()
+    return local_L.reshape(self.stages, entries).T
+
+  def _dense_first(self, one, params, x_BTD, caches=None):
+    """The layers in front of those with experts; they are on every stage."""
+    updated = []
+    for i, layer_params in enumerate(params_lib.dense_layers(params)):
+      cache = caches[i] if caches else None
+      local = self.spec.is_local(i)
+      x_BTD, cache = one(layer_params, cache, x_BTD, None, local, dense=True)
+      updated.append(cache)
+    return x_BTD, updated
+
+  def _form(self, local: bool) -> attention.Form:
+    return attention.Form(
+      scale=self.spec.attention_scale,
+      softcap=self.spec.attention_softcap,
+      window=self.spec.window if local else None,
+    )
 
   def _slots(self, *kv_BTKA):
     if self.heads is None:
@@ -263,20 +344,35 @@ class Decoder:
     """What stages that did not run yet have in place of keys and values."""
     if self.stages == 1:
       return None
-    heads = self.heads.slots if self.heads else self.spec.num_kv_heads
-    shape = (self.stages, rows, length, heads, self.spec.head_dim)
-    empty = self.constrain(
-      jnp.zeros(shape, self.dtype), ("layers", "batch", None, "heads", None)
+    axes = ("layers", "batch", None, "heads", None)
+    shape = (self.stages, rows, length)
+    return tuple(
+      self.constrain(jnp.zeros((*shape, *dims), self.dtype), axes)
+      for dims in self.cache_dims()
     )
-    return empty, empty
 
-  def _causal(self, q_BTHA, k_BTKA, v_BTKA):
+  def cache_dims(self) -> list[tuple[int, int]]:
+    """(heads, width) of what is cached of a token: keys and values, or a latent."""
+    if self.spec.latent:
+      return [(1, self.spec.latent.kv_rank + self.spec.latent.rope_dim)]
+    heads = self.heads.slots if self.heads else self.spec.num_kv_heads
+    return [(heads, self.spec.head_dim)] * 2
+
+  def _causal(self, q_BTHA, k_BTKA, v_BTKA, local: bool):
     return attention.causal(
-      q_BTHA, k_BTKA, v_BTKA, dtype=self.dtype, implementation=self.attention
+      q_BTHA,
+      k_BTKA,
+      v_BTKA,
+      dtype=self.dtype,
+      implementation=self.attention,
+      form=self._form(local),
     )
 
   def _norm(self, params, x_BTD):
-    return layers.rms_norm(x_BTD, params["norm"]["scale"], self.spec.rms_norm_eps)
+    spec = self.spec
+    return layers.rms_norm(
+      x_BTD, params["norm"]["scale"], spec.rms_norm_eps, offset=spec.norm_offset
+    )
 
   def _pin(self, x_BTD):
     return self.constrain(x_BTD, ("batch", "seq", None))

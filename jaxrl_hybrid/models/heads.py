@@ -32,6 +32,7 @@ class HeadPlan:
     group: query heads per slot.
     replicas: slots per key/value head. With more than one the key and value
       projections stay as they are and their outputs are copied into the slots.
+    norms: whether queries and keys have norms as wide as all their heads.
   """
 
   heads: int
@@ -39,6 +40,7 @@ class HeadPlan:
   slots: int
   group: int
   replicas: int
+  norms: bool = False
 
   @property
   def pads_weights(self) -> bool:
@@ -69,11 +71,11 @@ class HeadPlan:
     return kv_BTKA[:, :, np.maximum(self.slot_source(), 0)]
 
 
-def plan_heads(heads: int, kv_heads: int, tp: int) -> HeadPlan:
+def plan_heads(heads: int, kv_heads: int, tp: int, *, norms: bool = False) -> HeadPlan:
   """The plan with the fewest slots (they are the KV cache), then query heads."""
   per_head = heads // kv_heads
   options = [
-    HeadPlan(heads, kv_heads, -(-kv_heads * r // tp) * tp, -(-per_head // r), r)
+    HeadPlan(heads, kv_heads, -(-kv_heads * r // tp) * tp, -(-per_head // r), r, norms)
     for r in range(1, per_head + 1)
   ]
   return min(options, key=lambda p: (p.slots, p.slots * p.group, p.replicas))
@@ -122,7 +124,10 @@ def _rearrange(
   if plan.replicas > 1:
     slot = lambda x: x
   attn = {**layers["attn"]}
-  for name, of_heads in (("q", query), ("k", slot), ("v", slot)):
+  moved = [("q", query), ("k", slot), ("v", slot)]
+  if plan.norms:
+    moved += [("q_norm", query), ("k_norm", slot)]
+  for name, of_heads in moved:
     attn[name] = {key: of_heads(leaf) for key, leaf in attn[name].items()}
   attn["o"] = {**attn["o"], "kernel": query(attn["o"]["kernel"])}
   return {**layers, "attn": attn}

@@ -10,22 +10,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_hybrid.models import rope
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.ops import matmul
-
-# (q_BTHA, k_BTKA, v_BTKA) -> (out_BTHA, what the caller wants to keep)
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def _same(x: jax.Array) -> jax.Array:
   return x
+
+
+class Attend(Protocol):
+  """The attention itself.
+
+  ``(q_BTHA, k_BTKA, v_BTKE) -> (out_BTHE, what the caller wants to keep)``. What
+  goes into a cache is ``keep``, by default keys and values. Without values the
+  first ``v_dim`` numbers of a key are its value.
+  """
+
+  def __call__(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    *,
+    keep: tuple[jax.Array, ...] | None = None,
+    v_dim: int | None = None,
+  ) -> tuple[jax.Array, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +49,24 @@ class Context:
 
   Attributes:
     cos, sin: fp32 rotary tables.
-    attend: the attention itself.
+    attend: the attention.
     dtype: of the operands of products.
+    decoding: one token per row, which attends to what a cache holds.
     gather: makes an input of column-parallel products whole along T; its
       gradient is spread again.
     scatter: spreads the output of a row-parallel product; its gradient is made
       whole again (sequence parallelism, arXiv:2205.05198).
+    mixture: runs the experts of each token (``ops.experts``).
   """
 
   cos: jax.Array
   sin: jax.Array
   attend: Attend
   dtype: jnp.dtype
+  decoding: bool = False
   gather: Callable[[jax.Array], jax.Array] = _same
   scatter: Callable[[jax.Array], jax.Array] = _same
+  mixture: Callable[..., jax.Array] | None = None
 
 
 class Projection(nnx.Module):
@@ -61,7 +80,7 @@ class Projection(nnx.Module):
     self,
     size: int,
     hidden: int,
-    axis: str,
+    axis: str | None,
     *,
     kind: str,
     bias: bool,
@@ -88,115 +107,36 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-  """``x / rms(x) * scale`` with fp32 statistics (arXiv:1910.07467)."""
+  """``x / rms(x) * (scale + offset)`` with fp32 statistics (arXiv:1910.07467).
 
-  def __init__(self, width: int, eps: float, axis: str = "embed"):
-    self.eps = eps
-    self.scale = nnx.Param(jnp.ones((width,), jnp.float32), logical_axes=(axis,))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return rms_norm(x, self.scale[...], self.eps)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """``x / rms(x) * scale`` over the last axis; fp32."""
-  x = x.astype(jnp.float32)
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
-
-
-class Attention(nnx.Module):
-  """Grouped-query attention; the caller supplies the attention itself."""
-
-  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
-    self.spec = spec
-    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    std, out_std = _stds(spec)
-
-    def column(size: int, axis: str) -> Projection:
-      return Projection(
-        size,
-        spec.hidden_size,
-        axis,
-        kind="column",
-        bias=spec.qkv_bias,
-        std=std,
-        rngs=rngs,
-      )
-
-    self.q = column(width, "heads")
-    self.k = column(kv_width, "kv_heads")
-    self.v = column(kv_width, "kv_heads")
-    self.o = Projection(
-      width,
-      spec.hidden_size,
-      "heads",
-      kind="row",
-      bias=spec.out_bias,
-      std=out_std,
-      rngs=rngs,
-    )
-    if spec.qk_norm:
-      self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
-      self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, "head_dim")
-
-  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-    rows, length, _ = x_BTD.shape
-    heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
-    q_BTHA, k_BTKA, v_BTKA = (
-      heads(projection(x_BTD, ctx.dtype)) for projection in (self.q, self.k, self.v)
-    )
-    if self.spec.qk_norm:
-      q_BTHA, k_BTKA = self.q_norm(q_BTHA), self.k_norm(k_BTKA)
-    q_BTHA, k_BTKA = (rope.rotate(x, ctx.cos, ctx.sin) for x in (q_BTHA, k_BTKA))
-    out_BTHA, kept = ctx.attend(q_BTHA, k_BTKA, v_BTKA)
-    return self.o(out_BTHA.reshape(rows, length, -1), ctx.dtype), kept
-
-
-class MLP(nnx.Module):
-  """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
-
-  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
-    std, out_std = _stds(spec)
-
-    def projection(kind: str, std: float) -> Projection:
-      return Projection(
-        spec.intermediate_size,
-        spec.hidden_size,
-        "mlp",
-        kind=kind,
-        bias=spec.mlp_bias,
-        std=std,
-        rngs=rngs,
-      )
-
-    self.gate = projection("column", std)
-    self.up = projection("column", std)
-    self.down = projection("row", out_std)
-
-  def __call__(self, x_BTD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    inner = jax.nn.silu(self.gate(x_BTD, dtype)) * self.up(x_BTD, dtype)
-    return self.down(inner, dtype)
-
-
-class DecoderLayer(nnx.Module):
-  """Pre-norm attention and MLP with residuals.
-
-  Activations are fp32; products round their operands to ``dtype``. An fp32
-  residual stream is not rounded at every layer, which would be by far the
-  largest difference between the log-probs of trainer and engine.
+  ``width`` is what the mean is over, also where x is padded with zeros.
   """
 
-  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
-    self.attn_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-    self.attn = Attention(spec, rngs=rngs)
-    self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-    self.mlp = MLP(spec, rngs=rngs)
+  def __init__(
+    self, width: int, eps: float, axis: str = "embed", *, offset: float = 0.0
+  ):
+    self.width, self.eps, self.offset = width, eps, offset
+    self.scale = nnx.Param(
+      jnp.full((width,), 1.0 - offset, jnp.float32), logical_axes=(axis,)
+    )
 
-  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-    attended, kept = self.attn(ctx.gather(self.attn_norm(x_BTD)), ctx)
-    x_BTD = x_BTD + ctx.scatter(attended)
-    fed = self.mlp(ctx.gather(self.mlp_norm(x_BTD)), ctx.dtype)
-    return x_BTD + ctx.scatter(fed), kept
+  def __call__(self, x: jax.Array) -> jax.Array:
+    scale = self.scale[...]
+    return rms_norm(x, scale, self.eps, offset=self.offset, width=self.width)
+
+
+def rms_norm(
+  x: jax.Array,
+  scale: jax.Array,
+  eps: float,
+  *,
+  offset: float = 0.0,
+  width: int | None = None,
+) -> jax.Array:
+  """``x / rms(x) * (scale + offset)`` over the last axis; fp32."""
+  x = x.astype(jnp.float32)
+  mean_square = jnp.sum(x * x, -1, keepdims=True) / (width or x.shape[-1])
+  return x * jax.lax.rsqrt(mean_square + eps) * (scale + offset)
 
 
 class Table(nnx.Module):
@@ -211,7 +151,12 @@ class Table(nnx.Module):
     )
 
 
-def _stds(spec: ModelSpec) -> tuple[float, float]:
+def stds(spec: ModelSpec) -> tuple[float, float]:
   """Init scale of inner projections and of those that feed the residual."""
   std = spec.initializer_range
   return std, std / (2 * spec.num_layers) ** 0.5
+
+
+def norm(spec: ModelSpec, width: int, axis: str = "embed") -> RMSNorm:
+  """A norm as the model's are."""
+  return RMSNorm(width, spec.rms_norm_eps, axis, offset=spec.norm_offset)

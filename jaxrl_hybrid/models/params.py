@@ -1,12 +1,14 @@
 """Parameter trees: plain nested dicts of arrays, layers stacked on axis 0.
 
 ``{"embed": {"kernel"}, "layers": {...: [L, ...]}, "norm": {"scale"},
-"lm_head" | "value_head": {"kernel"}}``; a tied model has no ``lm_head``.
+"lm_head" | "value_head": {"kernel"}}``; a tied model has no ``lm_head``. Leading
+layers without experts are not alike and stand in ``"dense": {"0": {...}, ...}``.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,10 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_hybrid.models import layers
+from jaxrl_hybrid.models.block import DecoderLayer
 from jaxrl_hybrid.models.spec import ModelSpec
 
 Params = dict[str, Any]
 LM, VALUE = "lm", "value"  # heads
+DENSE = "dense"
 
 
 def init_params(
@@ -28,9 +32,29 @@ def init_params(
   tree = {
     name: _pure(module) for name, module in _outer(spec, keys[0], vocab, head).items()
   }
-  make_layer = lambda k: _pure(layers.DecoderLayer(spec, rngs=nnx.Rngs(k)))
-  tree["layers"] = jax.vmap(make_layer)(keys[1:])
+
+  def make_layer(key: jax.Array, dense: bool = False) -> Params:
+    return _pure(DecoderLayer(spec, dense=dense, rngs=nnx.Rngs(key)))
+
+  leading = spec.dense_layers
+  if leading:
+    tree[DENSE] = {
+      str(i): make_layer(k, dense=True) for i, k in enumerate(keys[1 : leading + 1])
+    }
+  tree["layers"] = jax.vmap(make_layer)(keys[leading + 1 :])
   return tree
+
+
+def dense_layers(params: Params) -> list[Params]:
+  """The leading layers without experts, in order."""
+  dense = params.get(DENSE, {})
+  return [dense[str(i)] for i in range(len(dense))]
+
+
+def num_params(spec: ModelSpec) -> int:
+  """Number of parameters, un-padded, tied embeddings counted once."""
+  shapes = abstract_params(spec, vocab=spec.vocab_size)
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
 def init_value_head(spec: ModelSpec) -> Params:
@@ -47,9 +71,10 @@ def abstract_params(spec: ModelSpec, *, vocab: int, head: str = LM) -> Params:
 def is_rounded(path: tuple[Any, ...]) -> bool:
   """Whether the leaf at a tree path is computed with in the compute dtype.
 
-  Kernels of products are; norms, biases and the value head stay fp32.
+  Kernels of products are; norms, biases, routers and the value head stay fp32.
   """
-  return path[-1].key == "kernel" and path[0].key != "value_head"
+  keys = [entry.key for entry in path]
+  return keys[-1] == "kernel" and not {"value_head", "router"} & set(keys)
 
 
 def compute_copy(params: Params, dtype: jnp.dtype) -> Params:
@@ -66,7 +91,10 @@ def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
     lambda: _outer(spec, jax.random.key(0), spec.vocab_size, head)
   )
   tree = {name: _axes(module) for name, module in abstract.items()}
-  layer = nnx.eval_shape(lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0)))
+  if spec.dense_layers:
+    one = _axes(_abstract_layer(spec, dense=True))
+    tree[DENSE] = {str(i): one for i in range(spec.dense_layers)}
+  layer = _abstract_layer(spec)
   stack = lambda axes: ("layers", *axes)
   tree["layers"] = jax.tree.map(
     stack, _axes(layer), is_leaf=lambda x: isinstance(x, tuple)
@@ -74,17 +102,21 @@ def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
   return tree
 
 
-def bind_layer(spec: ModelSpec, params: Params) -> layers.DecoderLayer:
+def bind_layer(spec: ModelSpec, params: Params, *, dense: bool = False) -> DecoderLayer:
   """Returns the layer module whose parameters are ``params`` (one layer's)."""
-  graphdef, state = _layer_structure(spec)
+  graphdef, state = _layer_structure(spec, dense)
   state = jax.tree.map(lambda leaf: leaf, state)
   nnx.replace_by_pure_dict(state, params)
   return nnx.merge(graphdef, state)
 
 
 @functools.lru_cache(maxsize=16)
-def _layer_structure(spec: ModelSpec) -> tuple[Any, Any]:
-  return nnx.split(nnx.eval_shape(lambda: layers.DecoderLayer(spec, rngs=nnx.Rngs(0))))
+def _layer_structure(spec: ModelSpec, dense: bool) -> tuple[Any, Any]:
+  return nnx.split(_abstract_layer(spec, dense=dense))
+
+
+def _abstract_layer(spec: ModelSpec, *, dense: bool = False) -> DecoderLayer:
+  return nnx.eval_shape(lambda: DecoderLayer(spec, dense=dense, rngs=nnx.Rngs(0)))
 
 
 def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, Any]:
@@ -95,7 +127,7 @@ def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, 
   embed_std = std if spec.tie_word_embeddings else 1.0
   modules = {
     "embed": table(vocab, axis="vocab", std=embed_std),
-    "norm": layers.RMSNorm(spec.hidden_size, spec.rms_norm_eps),
+    "norm": layers.norm(spec, spec.hidden_size),
   }
   if head == VALUE:
     modules["value_head"] = table(1, axis=None, std=std)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -11,41 +12,72 @@ import numpy as np
 from jaxrl_hybrid.models.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
+def inverse_frequencies(
+  rope: RopeSpec, head_dim: int, length: int = 0
+) -> tuple[np.ndarray, float]:
   """Returns (inv_freq float32 ``[A/2]``, factor on cos and sin).
 
   ``inv_freq_i = theta^(-2i/A)``, then changed by the scaling:
     linear: divided by ``factor``.
+    dynamic: theta grows with ``length`` beyond the trained context (NTK-aware;
+      bloc97, emozilla 2023).
+    longrope: divided by ``long_factor`` if ``length`` is beyond the original
+      context, else by ``short_factor`` (Ding et al. 2024, arXiv:2402.13753).
     llama3: long wavelengths divided by ``factor``, short ones kept, a linear
       blend between (Llama 3.1 model card).
     yarn: blend of both by wavelength, and a factor on the attention
       (Peng et al. 2023, arXiv:2309.00071).
+
+  Args:
+    rope: the embedding.
+    head_dim: A, the rotated width.
+    length: of the longest sequence.
   """
+  if rope.kind == "dynamic":
+    rope = dataclasses.replace(rope, theta=_dynamic_theta(rope, head_dim, length))
   inv_freq = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-  scaled = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}[
-    rope.kind
-  ]
-  inv_freq, attention_factor = scaled(rope, inv_freq, head_dim)
+  if rope.kind == "longrope":
+    inv_freq, attention_factor = _longrope(rope, inv_freq, length)
+  else:
+    scaled = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    inv_freq, attention_factor = scaled.get(rope.kind, _default)(
+      rope, inv_freq, head_dim
+    )
   return inv_freq.astype(np.float32), attention_factor
 
 
 def cos_sin(
   rope: RopeSpec, head_dim: int, positions_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns fp32 cos and sin ``[B, T, A/2]`` at the given positions."""
-  inv_freq, factor = inverse_frequencies(rope, head_dim)
+  """Returns fp32 cos and sin ``[B, T, A/2]`` at the given positions.
+
+  Without ``rope.length`` the longest sequence is taken to be T.
+  """
+  length = rope.length or positions_BT.shape[-1]
+  inv_freq, factor = inverse_frequencies(rope, head_dim, length)
   angles = positions_BT[..., None].astype(jnp.float32) * inv_freq
   return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x_BTHA: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Rotates the half-split pairs of each head, in fp32; keeps the dtype."""
-  first, second = jnp.split(x_BTHA.astype(jnp.float32), 2, axis=-1)
+def rotate(
+  x_BTHA: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False
+) -> jax.Array:
+  """Rotates the pairs of each head, in fp32; keeps the dtype.
+
+  Dimensions beyond twice the tables' width stay as they are. Interleaved pairs
+  come out half-split, which no product of queries and keys notices.
+  """
+  width = 2 * cos.shape[-1]
+  x, rest = x_BTHA[..., :width].astype(jnp.float32), x_BTHA[..., width:]
+  if interleaved:
+    first, second = x[..., 0::2], x[..., 1::2]
+  else:
+    first, second = jnp.split(x, 2, axis=-1)
   cos, sin = cos[:, :, None], sin[:, :, None]
   rotated = jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
-  return rotated.astype(x_BTHA.dtype)
+  return jnp.concatenate([rotated.astype(x_BTHA.dtype), rest], axis=-1)
 
 
 def _default(rope, inv_freq, head_dim):
@@ -56,6 +88,23 @@ def _default(rope, inv_freq, head_dim):
 def _linear(rope, inv_freq, head_dim):
   del head_dim
   return inv_freq / rope.option("factor"), 1.0
+
+
+def _dynamic_theta(rope: RopeSpec, head_dim: int, length: int) -> float:
+  trained, factor = rope.option("max_positions"), rope.option("factor")
+  ratio = factor * max(length, trained) / trained - (factor - 1)
+  return rope.theta * ratio ** (head_dim / (head_dim - 2))
+
+
+def _longrope(rope: RopeSpec, inv_freq: np.ndarray, length: int):
+  most = rope.option("max_positions")
+  original = rope.option("original_max_position_embeddings", most)
+  name = "long_factor" if length > original else "short_factor"
+  given = rope.option("attention_factor")
+  if given is None:
+    factor = rope.option("factor", most / original)
+    given = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+  return inv_freq / np.array(rope.option(name)), given
 
 
 def _llama3(rope, inv_freq, head_dim):

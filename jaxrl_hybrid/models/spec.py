@@ -1,24 +1,22 @@
-"""What a decoder is, as data: a frozen ``ModelSpec`` read from an HF config.
+"""What a decoder is, as data: a frozen ``ModelSpec``.
 
-Families differ by a row in ``FAMILIES``, not by a subclass. A feature that the
-decoder does not have is an error here, before any weight is read.
+``models.families`` reads it from an HF config. Families differ by these fields,
+not by a subclass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from jaxrl_hybrid.errors import ModelError
 
 # Options that each kind cannot do without.
 ROPE_OPTIONS = {
   "default": (),
   "linear": ("factor",),
+  "dynamic": ("factor",),
   "yarn": (),
+  "longrope": ("short_factor", "long_factor"),
   "llama3": (
     "factor",
     "low_freq_factor",
@@ -28,6 +26,11 @@ ROPE_OPTIONS = {
 }
 VOCAB_MULTIPLE = 64
 ROPE_KINDS = tuple(ROPE_OPTIONS)
+LENGTH_ROPES = ("dynamic", "longrope")  # frequencies depend on the length
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+PRE_NORM, POST_NORM, SANDWICH = "pre", "post", "sandwich"
+PER_HEAD, WHOLE = "head", "whole"  # what qk_norm normalises
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,18 @@ class RopeSpec:
     theta: base of the frequencies.
     kind: one of ``ROPE_KINDS``.
     options: the scaling's own numbers, as (name, value) pairs.
+    fraction: of each head that rotates; the rest has no position.
+    interleaved: pairs are (0, 1), (2, 3), ... instead of (0, A/2), ...
+    length: the longest sequence that will be seen. ``dynamic`` and ``longrope``
+      choose their frequencies by it; None: by the sequences at hand.
   """
 
   theta: float = 10_000.0
   kind: str = "default"
   options: tuple[tuple[str, Any], ...] = ()
+  fraction: float = 1.0
+  interleaved: bool = False
+  length: int | None = None
 
   def option(self, name: str, default: Any = None) -> Any:
     """Returns a scaling option, or the default."""
@@ -51,8 +61,75 @@ class RopeSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentSpec:
+  """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+  Attributes:
+    q_rank: width of the compressed queries; None: queries are not compressed.
+    kv_rank: width of the compressed keys and values, which is what is cached.
+    nope_dim: of each head's query and key, the part without positions.
+    rope_dim: the rotated part; its keys are shared by all heads.
+    v_dim: of each head's value.
+  """
+
+  q_rank: int | None
+  kv_rank: int
+  nope_dim: int
+  rope_dim: int
+  v_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSpec:
+  """A mixture of experts in place of the MLP.
+
+  Attributes:
+    count: E, routed experts.
+    top_k: experts of a token.
+    intermediate_size: of each expert.
+    shared_size: of the MLP that every token goes through; 0: there is none.
+    scores: of the router's logits, ``softmax`` or ``sigmoid``.
+    normalize: divide the chosen scores by their sum.
+    scale: factor on the chosen scores.
+    groups, top_groups: experts are chosen from the best ``top_groups`` of
+      ``groups`` groups of neighbours (1 of 1: from all).
+    group_score_of: how many of a group's best scores make the group's score.
+    corrected: a learned-by-balance bias is added to the scores for the choice
+      alone (arXiv:2408.15664); it is kept, not trained.
+  """
+
+  count: int
+  top_k: int
+  intermediate_size: int
+  shared_size: int = 0
+  scores: str = SOFTMAX
+  normalize: bool = True
+  scale: float = 1.0
+  groups: int = 1
+  top_groups: int = 1
+  group_score_of: int = 1
+  corrected: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
-  """Sizes and switches of one decoder (names as in HF configs)."""
+  """Sizes and switches of one decoder (names as in HF configs).
+
+  Attributes:
+    norms: ``pre``: before attention and MLP; ``post``: after them, before the
+      residual is added; ``sandwich``: both.
+    norm_offset: added to every norm's scale (Gemma stores scale - 1).
+    qk_norm: None, ``head`` (each head by itself) or ``whole`` (all heads at once).
+    embed_scale: factor on embeddings.
+    attention_scale: on query-key products; None: 1 / sqrt(their width).
+    attention_softcap, logit_softcap: c in ``c tanh(x / c)``; None: no cap.
+    window: tokens that a local layer sees, its own included.
+    local_layers: for each layer whether it is local; empty: none is.
+    local_rope: of local layers, where it differs from ``rope``.
+    latent: latent attention instead of grouped-query attention.
+    experts: mixture of experts instead of an MLP, but in the first
+      ``dense_layers`` layers.
+  """
 
   family: str
   vocab_size: int
@@ -69,8 +146,21 @@ class ModelSpec:
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
-  qk_norm: bool = False
+  qk_norm: str | None = None
   initializer_range: float = 0.02
+  activation: str = "silu"
+  norms: str = PRE_NORM
+  norm_offset: float = 0.0
+  embed_scale: float = 1.0
+  attention_scale: float | None = None
+  attention_softcap: float | None = None
+  logit_softcap: float | None = None
+  window: int | None = None
+  local_layers: tuple[bool, ...] = ()
+  local_rope: RopeSpec | None = None
+  latent: LatentSpec | None = None
+  experts: ExpertSpec | None = None
+  dense_layers: int = 0
 
   def padded_vocab(self, tp: int) -> int:
     """Vocabulary size rounded up so that tp divides it.
@@ -80,141 +170,33 @@ class ModelSpec:
     multiple = math.lcm(VOCAB_MULTIPLE, tp)
     return -(-self.vocab_size // multiple) * multiple
 
-  def num_params(self) -> int:
-    """Number of parameters, un-padded, tied embeddings counted once."""
-    attention = (
-      self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-    )
-    mlp = 3 * self.hidden_size * self.intermediate_size
-    biases = (
-      self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-      + self.out_bias * self.hidden_size
-      + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-    )
-    norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
-    embeddings = self.vocab_size * self.hidden_size
-    embeddings *= 1 if self.tie_word_embeddings else 2
-    return (
-      self.num_layers * (attention + mlp + biases + norms)
-      + embeddings
-      + self.hidden_size
-    )
+  @property
+  def stacked_layers(self) -> int:
+    """Layers that are alike and stacked: all but the leading dense ones."""
+    return self.num_layers - self.dense_layers
 
+  @property
+  def rope_dim(self) -> int:
+    """Rotated width of a head."""
+    width = self.latent.rope_dim if self.latent else self.head_dim
+    return int(width * self.rope.fraction)
 
-def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
-  bias = bool(config.get("attention_bias", False))
-  return dict(
-    qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
-  )
+  def is_local(self, layer: int) -> bool:
+    """Whether a layer sees only its window."""
+    return bool(self.local_layers) and self.local_layers[layer]
 
+  @property
+  def mixes_windows(self) -> bool:
+    """Whether some layers are local and others are not."""
+    return len(set(self.local_layers)) > 1
 
-def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
-  _refuse_sliding_window(config)
-  return dict(qkv_bias=True)
+  @property
+  def knows_length(self) -> bool:
+    """Whether no rope still has to choose its frequencies by the sequences."""
+    ropes = (self.rope, self.local_rope or self.rope)
+    return all(r.kind not in LENGTH_ROPES or r.length is not None for r in ropes)
 
-
-def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-  _refuse_sliding_window(config)
-  bias = bool(config.get("attention_bias", False))
-  return dict(qk_norm=True, qkv_bias=bias, out_bias=bias)
-
-
-FAMILIES = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
-
-
-def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-  """Reads a ``ModelSpec`` from an HF config dict with its defaults filled in.
-
-  Args:
-    config: ``transformers`` config as a dict (``load_hf_config``).
-
-  Returns:
-    The spec.
-
-  Raises:
-    ModelError: the model type or one of its features is not supported.
-  """
-  family = config.get("model_type")
-  if family not in FAMILIES:
-    raise ModelError(
-      f"model_type {family!r} is not supported; expected one of {sorted(FAMILIES)}"
-    )
-  if config.get("hidden_act", "silu") != "silu":
-    raise ModelError(
-      f"hidden_act {config['hidden_act']!r} is not supported; expected 'silu'"
-    )
-  heads, hidden = config["num_attention_heads"], config["hidden_size"]
-  kv_heads = config.get("num_key_value_heads") or heads
-  if heads % kv_heads or config["num_hidden_layers"] < 1:
-    raise ModelError(
-      f"expected at least one layer and num_key_value_heads that divide "
-      f"num_attention_heads, got {config['num_hidden_layers']} layers, {kv_heads} and "
-      f"{heads} heads"
-    )
-  if not config.get("head_dim") and hidden % heads:
-    raise ModelError(
-      f"expected num_attention_heads={heads} to divide hidden_size={hidden}, or a "
-      "head_dim"
-    )
-  return ModelSpec(
-    family=family,
-    vocab_size=config["vocab_size"],
-    hidden_size=hidden,
-    intermediate_size=config["intermediate_size"],
-    num_layers=config["num_hidden_layers"],
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_dim=config.get("head_dim") or hidden // heads,
-    max_positions=config["max_position_embeddings"],
-    rms_norm_eps=config["rms_norm_eps"],
-    rope=rope_from_hf(config),
-    tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-    initializer_range=config.get("initializer_range", 0.02),
-    **FAMILIES[family](config),
-  )
-
-
-def rope_from_hf(config: Mapping[str, Any]) -> RopeSpec:
-  """Reads both spellings: ``rope_parameters``, and ``rope_scaling`` + theta."""
-  options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-  theta = options.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-  legacy_kind = options.pop("type", None)
-  kind = options.pop("rope_type", None) or legacy_kind or "default"
-  if kind not in ROPE_KINDS:
-    raise ModelError(
-      f"rope scaling {kind!r} is not supported; expected one of {ROPE_KINDS}"
-    )
-  missing = [name for name in ROPE_OPTIONS[kind] if options.get(name) is None]
-  if missing:
-    raise ModelError(f"rope scaling {kind!r} needs {missing}, got {options}")
-  if options.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-    raise ModelError(
-      "partial_rotary_factor is not supported; expected 1.0, got "
-      f"{options['partial_rotary_factor']}"
-    )
-  options.setdefault("max_positions", config.get("max_position_embeddings"))
-  return RopeSpec(float(theta), kind, tuple(sorted(options.items())))
-
-
-def load_hf_config(path: str | Path) -> dict[str, Any]:
-  """Reads ``config.json`` of a local HF directory, defaults filled in.
-
-  Raises:
-    ModelError: there is no such directory or it holds no readable config.
-  """
-  from transformers import AutoConfig  # heavy import, needed here only
-
-  path = Path(path)
-  if not (path / "config.json").is_file():
-    raise ModelError(
-      f"model.path: expected a directory with a config.json, got {str(path)!r}"
-    )
-  try:
-    return AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-  except Exception as error:  # transformers raises its own kinds
-    raise ModelError(f"{path / 'config.json'} is not readable: {error}") from error
-
-
-def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
-  if config.get("use_sliding_window"):
-    raise ModelError("use_sliding_window=true is not supported; expected false")
+  def for_length(self, length: int) -> ModelSpec:
+    """The same model for sequences of at most ``length`` tokens."""
+    at = lambda rope: rope and dataclasses.replace(rope, length=length)
+    return dataclasses.replace(self, rope=at(self.rope), local_rope=at(self.local_rope))

@@ -14,14 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# (layer, cache, x_BTD, whether this stage's turn it is or None) -> (x_BTD, cache)
-One = Callable[[Any, Any, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+# (layer, cache, x_BTD, whether this stage's turn it is or None, kind of the layer)
+# -> (x_BTD, cache)
+One = Callable[[Any, Any, jax.Array, jax.Array | None, Any], tuple[jax.Array, Any]]
 
 
 def through(
   one: One,
   layers: Sequence[Any],
   caches: Sequence[Any],
+  kinds: Sequence[Any],
   x_BTD: jax.Array,
   *,
   stages: int,
@@ -33,13 +35,14 @@ def through(
     layers: with stages > 1 each one is a stack of a layer of every stage, sharded
       over the generation mesh's pp axis; stage s has layers s n ... s n + n - 1.
     caches: one per entry of ``layers``, stacked alike.
+    kinds: one per entry, handed to ``one``; with stages > 1 ``[stages]`` each.
     x_BTD: embedded tokens.
     stages: p_g.
   """
   if stages == 1:
     updated = []
-    for layer, cache in zip(layers, caches, strict=True):
-      x_BTD, cache = one(layer, cache, x_BTD, None)
+    for layer, cache, kind in zip(layers, caches, kinds, strict=True):
+      x_BTD, cache = one(layer, cache, x_BTD, None, kind)
       updated.append(cache)
     return x_BTD, updated
   every_stage = jax.vmap(one, spmd_axis_name="pp")
@@ -47,8 +50,8 @@ def through(
   state = jnp.where((turns == 0)[:, None, None, None], x_BTD[None], 0.0)
   for tick in range(stages):
     updated = []
-    for layer, cache in zip(layers, caches, strict=True):
-      state, cache = every_stage(layer, cache, state, turns == tick)
+    for layer, cache, kind in zip(layers, caches, kinds, strict=True):
+      state, cache = every_stage(layer, cache, state, turns == tick, kind)
       updated.append(cache)
     caches = updated
     state = jnp.roll(state, 1, axis=0)

@@ -6,6 +6,7 @@ padding; decoding masks the cache by length.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 
@@ -18,20 +19,44 @@ from jaxrl_hybrid.ops.matmul import backward_dtype
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
+# What cuDNN takes at most, per head.
+CUDNN_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """Which attention a layer has.
+
+  Attributes:
+    scale: on query-key products; None: 1 / sqrt(A).
+    softcap: c in ``c tanh(logits / c)``; None: no cap.
+    window: keys that a query sees, its own included; None: all before it.
+  """
+
+  scale: float | None = None
+  softcap: float | None = None
+  window: int | None = None
+
+
 def causal(
   q_BTHA: jax.Array,
   k_BTKA: jax.Array,
-  v_BTKA: jax.Array,
+  v_BTKE: jax.Array,
   *,
   dtype: jnp.dtype,
   implementation: str,
+  form: Form = Form(),
 ) -> jax.Array:
   """Causal attention of whole left-aligned rows, operands in ``dtype``.
 
   The backward pass runs in ``ops.matmul.backward_dtype``. fp32 in and out,
-  ``[B, T, H, A]``.
+  ``[B, T, H, E]``.
   """
-  return _causal(q_BTHA, k_BTKA, v_BTKA, dtype, implementation)
+  width, v_width = q_BTHA.shape[-1], v_BTKE.shape[-1]
+  if v_width < width:  # implementations want them alike
+    v_BTKE = jnp.pad(v_BTKE, [(0, 0)] * 3 + [(0, width - v_width)])
+  out = _causal(q_BTHA, k_BTKA, v_BTKE, dtype, implementation, form)
+  return out[..., :v_width]
 
 
 def cached(
@@ -41,19 +66,50 @@ def cached(
   lengths_B: jax.Array,
   *,
   implementation: str,
+  form: Form = Form(),
 ) -> jax.Array:
   """One fp32 query per row over the first ``lengths_B`` (> 0) slots; fp32 out."""
+  if form.window or form.softcap or q_B1HA.shape[-1] > CUDNN_HEAD_DIM:
+    implementation = "xla"
   # Not ones_like: under vmap cuDNN wants both lengths batched alike.
   ones = jnp.minimum(lengths_B, 1) if implementation == "cudnn" else None
   q, k, v = _operands((q_B1HA, k_BSKA, v_BSKA), k_BSKA.dtype, implementation)
+  if form.window or form.softcap:
+    slots_1S = jnp.arange(k.shape[1])[None]
+    seen_BS = slots_1S < lengths_B[:, None]
+    if form.window:
+      seen_BS &= slots_1S >= lengths_B[:, None] - form.window
+    return _explicit(q, k, v, seen_BS[:, None, None], form)
   return jax.nn.dot_product_attention(
     q,
     k,
     v,
+    scale=form.scale,
     key_value_seq_lengths=lengths_B,
     query_seq_lengths=ones,
     implementation=implementation,
   ).astype(jnp.float32)
+
+
+def _explicit(q_BTHA, k_BSKA, v_BSKA, seen_B1TS, form: Form) -> jax.Array:
+  """Attention with its logits written out: where they are capped."""
+  if form.softcap is None:
+    return jax.nn.dot_product_attention(
+      q_BTHA, k_BSKA, v_BSKA, mask=seen_B1TS, scale=form.scale, implementation="xla"
+    ).astype(jnp.float32)
+  rows, length, heads, width = q_BTHA.shape
+  q = q_BTHA.reshape(rows, length, k_BSKA.shape[2], -1, width)
+  scale = width**-0.5 if form.scale is None else form.scale
+  logits = jnp.einsum(
+    "btkga,bska->bkgts", q, k_BSKA, preferred_element_type=jnp.float32
+  )
+  logits = form.softcap * jnp.tanh(logits * scale / form.softcap)
+  logits = jnp.where(seen_B1TS[:, None], logits, -jnp.inf)
+  weights = jax.nn.softmax(logits, -1).astype(v_BSKA.dtype)
+  out = jnp.einsum(
+    "bkgts,bska->btkga", weights, v_BSKA, preferred_element_type=jnp.float32
+  )
+  return out.reshape(rows, length, heads, -1)
 
 
 def _operands(arrays, dtype, implementation):
@@ -64,33 +120,48 @@ def _operands(arrays, dtype, implementation):
   return arrays
 
 
-def _attend(q, k, v, dtype, implementation):
+def _attend(q, k, v, dtype, implementation, form):
+  if form.softcap:
+    implementation = "xla"
   q, k, v = _operands((q, k, v), dtype, implementation)
+  if form.softcap:
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    seen = (behind >= 0) & (behind < (form.window or q.shape[1]))
+    return _explicit(q, k, v, seen[None, None], form)
   return jax.nn.dot_product_attention(
-    q, k, v, is_causal=True, implementation=implementation
+    q,
+    k,
+    v,
+    scale=form.scale,
+    is_causal=True,
+    local_window_size=(form.window - 1, 0) if form.window else None,
+    implementation=implementation,
   ).astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _causal(q, k, v, dtype, implementation):
-  return _attend(q, k, v, dtype, implementation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _causal(q, k, v, dtype, implementation, form):
+  return _attend(q, k, v, dtype, implementation, form)
 
 
-def _causal_forward(q, k, v, dtype, implementation):
+def _causal_forward(q, k, v, dtype, implementation, form):
   low = backward_dtype(dtype)
+  attend = functools.partial(
+    _attend, dtype=dtype, implementation=implementation, form=form
+  )
   if low == dtype:
-    return jax.vjp(lambda *x: _attend(*x, dtype, implementation), q, k, v)
+    return jax.vjp(attend, q, k, v)
   # Another format backward: its own forward pass is part of the backward pass.
   half = tuple(x.astype(low) for x in (q, k, v))
-  return _attend(q, k, v, dtype, implementation), half
+  return attend(q, k, v), half
 
 
-def _causal_backward(dtype, implementation, residuals, cotangent):
+def _causal_backward(dtype, implementation, form, residuals, cotangent):
   if callable(residuals):
     return residuals(cotangent)
   low = backward_dtype(dtype)
   _, vjp = jax.vjp(
-    lambda *x: _attend(*x, low, implementation),
+    lambda *x: _attend(*x, low, implementation, form),
     *(x.astype(jnp.float32) for x in residuals),
   )
   return vjp(cotangent)
@@ -101,7 +172,12 @@ _causal.defvjp(_causal_forward, _causal_backward)
 
 @functools.lru_cache
 def choose(
-  requested: str, *, dtype: jnp.dtype, head_dim: int, platform: str | None = None
+  requested: str,
+  *,
+  dtype: jnp.dtype,
+  head_dim: int,
+  softcap: bool = False,
+  platform: str | None = None,
 ) -> str:
   """Resolves ``auto`` by a probe on the device, and logs what and why.
 
@@ -109,6 +185,7 @@ def choose(
     requested: one of ``IMPLEMENTATIONS``.
     dtype: of the operands.
     head_dim: A.
+    softcap: whether logits are capped.
     platform: of the devices; there is no probe if it is not this process's.
 
   Raises:
@@ -116,7 +193,8 @@ def choose(
   """
   if requested == "xla":
     return requested
-  reason = _why_not_cudnn(dtype, head_dim, platform or jax.default_backend())
+  reason = "cuDNN does not cap logits" if softcap else ""
+  reason = reason or _why_not_cudnn(dtype, head_dim, platform or jax.default_backend())
   if requested == "cudnn" and reason:
     raise ConfigError(f"model.attention=cudnn does not work here: {reason}; use auto")
   choice = "xla" if reason else "cudnn"

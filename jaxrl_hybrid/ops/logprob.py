@@ -28,6 +28,7 @@ def token_log_probs(
   vocab_size: int,
   chunk: int,
   dtype: jnp.dtype = jnp.float32,
+  softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns fp32 (log-prob of the target ``[B, T]``, entropy ``[B, T]``).
 
@@ -43,11 +44,16 @@ def token_log_probs(
     vocab_size: un-padded vocabulary size.
     chunk: positions at a time.
     dtype: of the product's operands; logits are fp32.
+    softcap: c in ``c tanh(logits / c)``, before the temperature.
   """
   length = hidden_BTD.shape[1]
   one_chunk = jax.checkpoint(
     functools.partial(
-      _dense, temperature=temperature, vocab_size=vocab_size, dtype=dtype
+      _dense,
+      temperature=temperature,
+      vocab_size=vocab_size,
+      dtype=dtype,
+      softcap=softcap,
     )
   )
   if length <= chunk:
@@ -65,9 +71,14 @@ def token_log_probs(
   return join(log_probs), join(entropy)
 
 
-def _dense(hidden_BTD, head_VD, targets_BT, *, temperature, vocab_size, dtype):
-  logits_BTV = product(hidden_BTD, head_VD, "btd,vd->btv", dtype) / temperature
-  logits_BTV = mask_padded_vocab(logits_BTV, vocab_size)
+def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
+  """``c tanh(logits / c)``; no cap where c is None."""
+  return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _dense(hidden_BTD, head_VD, targets_BT, *, temperature, vocab_size, dtype, softcap):
+  logits_BTV = cap(product(hidden_BTD, head_VD, "btd,vd->btv", dtype), softcap)
+  logits_BTV = mask_padded_vocab(logits_BTV / temperature, vocab_size)
   norm_BT = jax.nn.logsumexp(logits_BTV, -1)
   picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
   probs_BTV = jnp.exp(logits_BTV - norm_BT[..., None])

@@ -180,6 +180,13 @@ def row_scaled_product(
   """
   if dtype != jnp.float16:
     return product(x, kernel, equation, dtype)
-  largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), -1, keepdims=True))
-  scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest / SAFE, 1.0))))
+  scale = row_scales(x, dtype)
   return product(x / scale, kernel, equation, dtype) * scale
+
+
+def row_scales(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Powers of two ``[..., 1]`` by which rows of x may be divided not to overflow."""
+  if dtype != jnp.float16:
+    return jnp.ones((*x.shape[:-1], 1), jnp.float32)
+  largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), -1, keepdims=True))
+  return jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest / SAFE, 1.0))))

@@ -101,7 +101,7 @@ class HybridEngine:
     by_stage = [layer for stage in zip(*stages, strict=True) for layer in stage]
     outer = abstract.call(self.switch_outer, _outside(weights))
     if self.stages == 1:
-      by_stage = by_stage[: self.source.spec.num_layers]  # without the padding
+      by_stage = by_stage[: self.source.spec.stacked_layers]  # without the padding
     return {**outer, "layers": by_stage}
 
   def verify(self) -> None:
@@ -211,7 +211,7 @@ class HybridEngine:
     spec = self.source.spec
     layers = weights["layers"]
     rows = heads_lib.logical_rows(layers, self.source.heads, spec.head_dim)
-    found = digest.of_stack(layers, rows)[: spec.num_layers]
+    found = digest.of_stack(layers, rows)[: spec.stacked_layers]
     outer = jax.tree.map(lambda x: x[None], _outside(weights))
     return jnp.concatenate([found, digest.of_stack(outer)])
 
@@ -225,7 +225,7 @@ class HybridEngine:
 
     outer = jax.tree.map(lambda x: x[None], _outside(copy))
     by_layer = jnp.stack([one(layer) for layer in copy["layers"]], 1).reshape(-1)
-    return jnp.concatenate([by_layer[: spec.num_layers], digest.of_stack(outer)])
+    return jnp.concatenate([by_layer[: spec.stacked_layers], digest.of_stack(outer)])
 
 
 def _outside(tree: Params) -> Params:

@@ -7,6 +7,7 @@ its own copy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -40,21 +41,20 @@ def fetch(tree: Any) -> Any:
   return jax.device_get(tree)
 
 
-def gather(x: jax.Array, index: int | None = None) -> np.ndarray:
-  """A host copy of ``x`` or ``x[index]``; all processes call it together.
+def gather(x: jax.Array, index: tuple[int, ...] = ()) -> np.ndarray:
+  """A host copy of ``x[index]``; all processes call it together.
 
   Args:
     x: any sharding; every device needs room for all that is copied.
-    index: along axis 0.
+    index: along the leading axes.
   """
+  everywhere = None
   if not x.is_fully_addressable:
     everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-    if index is None:
-      x = jax.jit(_same, out_shardings=everywhere)(x)
-    else:
-      x = jax.jit(_item, out_shardings=everywhere)(x, np.int32(index))
-    return fetch(x)
-  return jax.device_get(x if index is None else x[index])
+  elif not index:
+    return jax.device_get(x)
+  places = tuple(np.int32(i) for i in index)
+  return fetch(_item_program(everywhere)(x, places))
 
 
 def barrier(name: str) -> None:
@@ -63,9 +63,12 @@ def barrier(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
-def _same(x: jax.Array) -> jax.Array:
+@functools.lru_cache(maxsize=4)
+def _item_program(sharding: Sharding | None) -> Any:
+  return jax.jit(_item, out_shardings=sharding)
+
+
+def _item(x: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+  for i in index:
+    x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
   return x
-
-
-def _item(x: jax.Array, index: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)

@@ -30,6 +30,8 @@ class Rules:
   heads: MeshAxes = "tp"
   kv_heads: MeshAxes = "tp"
   mlp: MeshAxes = "tp"
+  expert: MeshAxes = "tp"
+  expert_mlp: MeshAxes = None
   vocab: MeshAxes = ("tp", "pp")
   embed: MeshAxes = None
   head_dim: MeshAxes = None
@@ -59,6 +61,7 @@ def stored_rules(*, divisible_layers: bool) -> Rules:
     heads=inner,
     kv_heads=inner,
     mlp=inner,
+    expert=inner,
     vocab=("tp", "pp", "dp"),
   )
 

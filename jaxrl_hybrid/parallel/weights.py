@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models import heads as heads_lib
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.models.spec import WHOLE, ModelSpec
 from jaxrl_hybrid.ops.matmul import Kernel
 from jaxrl_hybrid.parallel import rules
 from jaxrl_hybrid.parallel.rules import Layout
@@ -65,12 +66,12 @@ class WeightLayout:
   @property
   def padded_layers(self) -> int:
     """Layers of the weights; a layer of zeros changes nothing."""
-    return round_up(self.spec.num_layers, self.stages)
+    return round_up(self.spec.stacked_layers, self.stages)
 
   @property
   def stored(self) -> Layout:
     """Layout of fp32 parameters, gradients and moments."""
-    even = self.spec.num_layers == self.padded_layers
+    even = self.spec.stacked_layers == self.padded_layers
     return Layout(self.train.mesh, rules.stored_rules(divisible_layers=even))
 
   @property
@@ -166,8 +167,8 @@ class WeightLayout:
     layers = grads["layers"]
     if self.heads.pads_weights:
       layers = {**layers, "attn": jax.tree.map(self._gather, layers["attn"])}
-    if self.padded_layers != self.spec.num_layers:
-      cut = lambda x: self._gather(x)[: self.spec.num_layers]
+    if self.padded_layers != self.spec.stacked_layers:
+      cut = lambda x: self._gather(x)[: self.spec.stacked_layers]
       layers = jax.tree.map(cut, layers)
     layers = heads_lib.unpad_heads(layers, self.heads, self.spec.head_dim)
     return self._constrain({**grads, "layers": layers}, self.stored)
@@ -201,8 +202,25 @@ class WeightLayout:
 
 
 def plan_heads(spec: ModelSpec, mesh: Mesh) -> heads_lib.HeadPlan:
-  """The heads of a model on a mesh with a tp axis."""
-  return heads_lib.plan_heads(spec.num_heads, spec.num_kv_heads, mesh.shape["tp"])
+  """The heads of a model on a mesh with a tp axis.
+
+  Raises:
+    ConfigError: tp has to divide what cannot be padded and does not.
+  """
+  tp = mesh.shape["tp"]
+  _check_divides(tp, spec.latent and spec.num_heads, "heads of latent attention")
+  _check_divides(tp, spec.experts and spec.experts.count, "experts")
+  return heads_lib.plan_heads(
+    spec.num_heads, spec.num_kv_heads, tp, norms=spec.qk_norm == WHOLE
+  )
+
+
+def _check_divides(tp: int, count: int | None, what: str) -> None:
+  if count and count % tp:
+    allowed = [n for n in range(1, count + 1) if count % n == 0]
+    raise ConfigError(
+      f"mesh: expected a tp that divides the {count} {what}, one of {allowed}; got {tp}"
+    )
 
 
 def padded_vocab(spec: ModelSpec, mesh: Mesh) -> int:

@@ -62,7 +62,7 @@ class Engine:
     max_rows: int,
     seed: int,
   ):
-    self._decoder = decoder
+    self.decoder = decoder
     self._layout = layout
     self._eos_ids = np.array(sorted(eos_ids), np.int32)
     self._max_rows = max_rows
@@ -164,7 +164,7 @@ class Engine:
   ):
     """U prompts, B = U * n rows, in one program."""
     tokens_UP = self._layout.constrain(tokens_UP, ("batch", None))
-    hidden_UPD, caches = self._decoder.prefill(params, tokens_UP)
+    hidden_UPD, caches = self.decoder.prefill(params, tokens_UP)
     hidden_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], 1)[:, 0]
     share = functools.partial(
       jnp.repeat, repeats=n, axis=0, total_repeat_length=tokens_UP.shape[0] * n
@@ -177,7 +177,7 @@ class Engine:
     )
 
     def pick(hidden_BD, step):
-      logits_BV = self._decoder.logits(params, hidden_BD)
+      logits_BV = self.decoder.logits(params, hidden_BD)
       # The product where the head's shards are, then the logits gathered: XLA would
       # gather the head at every token instead.
       for axes in (("batch", "vocab"), ("batch", None)):
@@ -224,7 +224,7 @@ class Engine:
     def advance(s):
       """Runs the model on the recorded token and samples the next."""
       positions_B = prompt_lengths_B + s["step"] - 1
-      hidden_BD, caches = self._decoder.decode(
+      hidden_BD, caches = self.decoder.decode(
         params, s["tokens"], positions_B, s["caches"]
       )
       tokens_B, log_probs_B = pick(hidden_BD, s["step"])

@@ -29,7 +29,7 @@ class Chunks:
     Raises:
       ConfigError: the layers of a stage are no multiple of ``layers_per_chunk``.
     """
-    layers, stages = layout.spec.num_layers, layout.stages
+    layers, stages = layout.spec.stacked_layers, layout.stages
     if layers % (stages * layers_per_chunk):
       raise ConfigError(
         f"offload.layers_per_chunk: expected a divisor of the {layers} layers / pp="

@@ -17,7 +17,7 @@ from jaxrl_hybrid.workers import stores, training
 
 # 9 and 3 heads as in SmolLM2, 5 layers: neither tp nor pp divides anything.
 ODD = ModelSpec(
-  "qwen3", 37, 24, 48, 5, 9, 3, 8, 64, qk_norm=True, qkv_bias=True, out_bias=True,
+  "qwen3", 37, 24, 48, 5, 9, 3, 8, 64, qk_norm="head", qkv_bias=True, out_bias=True,
   mlp_bias=True,
 )  # fmt: skip
 EVEN = ModelSpec("llama", 61, 32, 64, 4, 8, 4, 8, 64, tie_word_embeddings=True)

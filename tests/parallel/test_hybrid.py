@@ -26,7 +26,7 @@ SPEC = ModelSpec(
   4,
   8,
   64,
-  qk_norm=True,
+  qk_norm="head",
   qkv_bias=True,
   out_bias=True,
   mlp_bias=True,

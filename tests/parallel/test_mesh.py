@@ -240,6 +240,5 @@ def test_a_generation_tp_that_does_not_divide_is_a_config_error():
 def test_the_line_for_the_user_names_both_meshes():
   train = mesh_lib.train_mesh((1, 4, 2))
   assert mesh_lib.describe(train, mesh_lib.generation_mesh(train, (1, 2))) == (
-    "mesh: train pp=1 tp=4 dp=2; generation pp=1 tp=2 dp=2 micro_dp=2; "
-    "8 cpu devices"
+    "mesh: train pp=1 tp=4 dp=2; generation pp=1 tp=2 dp=2 micro_dp=2; 8 cpu devices"
   )

@@ -27,7 +27,7 @@ from jaxrl_hybrid.parallel.rules import Layout
 DEVICES = 16
 COUNTS = range(1, DEVICES + 1)
 SPEC = ModelSpec(
-  "qwen3", 37, 32, 64, 0, 16, 16, 8, 64, qk_norm=True, qkv_bias=True, out_bias=True
+  "qwen3", 37, 32, 64, 0, 16, 16, 8, 64, qk_norm="head", qkv_bias=True, out_bias=True
 )
 # tp 4 copies the 2 key/value heads, so that training does not split them.
 GROUPED = dataclasses.replace(SPEC, num_heads=12, num_kv_heads=2, num_layers=4)

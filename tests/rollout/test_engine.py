@@ -28,7 +28,7 @@ SPEC = ModelSpec(
   4,
   16,
   256,
-  qk_norm=True,
+  qk_norm="head",
   qkv_bias=True,
   initializer_range=0.3,
 )

@@ -33,12 +33,12 @@ SPEC = ModelSpec(
   2,
   8,
   64,
-  qk_norm=True,
+  qk_norm="head",
   qkv_bias=True,
   initializer_range=0.3,
 )
 TIED = dataclasses.replace(
-  SPEC, family="qwen2", head_dim=4, qk_norm=False, tie_word_embeddings=True
+  SPEC, family="qwen2", head_dim=4, qk_norm=None, tie_word_embeddings=True
 )
 VOCAB = 64  # padded, on every mesh alike
 EOS = 2

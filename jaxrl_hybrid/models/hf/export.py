@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf import names
-from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE
+from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE, Checkpoint
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import multihost
@@ -46,7 +47,8 @@ def export_hf(
     hf_config: the config to write (``load_hf_config`` of the source).
     tokenizer: saved beside the weights if given.
     source_dir: its generation_config.json is kept.
-    dtype: of the tensors; default: the config's dtype, else fp32.
+    dtype: of the tensors; default: that of each tensor in ``source_dir``, else the
+      config's, else fp32.
     max_shard_bytes: weights are split into files of at most this size.
 
   Returns:
@@ -57,11 +59,13 @@ def export_hf(
   """
   out_dir = Path(out_dir).absolute()
   check_replaceable(out_dir)
+  source_dtypes = _stored_dtypes(source_dir) if dtype is None else {}
   dtype = jnp.dtype(
     dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
   )
+  dtypes = lambda name: source_dtypes.get(name, dtype)
   if not multihost.is_primary():
-    for _ in _tensors(params, spec, dtype):
+    for _ in _tensors(params, spec, dtypes):
       pass
     multihost.barrier("export")
     return out_dir
@@ -74,7 +78,7 @@ def export_hf(
   for name in KEPT_FILES:
     if source_dir and (Path(source_dir) / name).is_file():
       shutil.copy(Path(source_dir) / name, partial / name)
-  _write_weights(params, spec, partial, dtype, max_shard_bytes)
+  _write_weights(params, spec, partial, dtypes, max_shard_bytes)
   if tokenizer is not None:
     tokenizer.save_pretrained(partial)
   if out_dir.exists():
@@ -98,11 +102,18 @@ def check_replaceable(out_dir: Path) -> None:
     )
 
 
-def _write_weights(params, spec, directory, dtype, max_shard_bytes) -> None:
+def _stored_dtypes(directory: str | Path | None) -> dict[str, jnp.dtype]:
+  if directory is None:
+    return {}
+  with Checkpoint(directory) as checkpoint:
+    return {name: checkpoint.dtype(name) for name in checkpoint.names()}
+
+
+def _write_weights(params, spec, directory, dtypes, max_shard_bytes) -> None:
   files: list[dict[str, np.ndarray]] = [{}]
   written: list[list[str]] = []
   size = total = 0
-  for name, tensor in _tensors(params, spec, dtype):
+  for name, tensor in _tensors(params, spec, dtypes):
     if files[0] and size + tensor.nbytes > max_shard_bytes:
       _flush(files[0], directory, written)
       size = 0
@@ -136,13 +147,29 @@ def _part(i: int) -> str:
 
 
 def _tensors(
-  params: Params, spec: ModelSpec, dtype: jnp.dtype
+  params: Params, spec: ModelSpec, dtypes: Callable[[str], jnp.dtype]
 ) -> Iterator[tuple[str, np.ndarray]]:
-  for leaf in names.leaves(spec, params):
-    array = names.get(params, leaf.path)
-    for i, name in enumerate(leaf.names):
-      tensor = multihost.gather(array, i if leaf.stacked else None)
-      if leaf.path[0] in ("embed", "lm_head"):
-        tensor = tensor[: spec.vocab_size]
-      tensor = tensor.T if leaf.transposed else tensor
-      yield name, np.ascontiguousarray(tensor.astype(dtype))
+  """All HF tensors, one at a time; parts of one tensor come one after the other."""
+  parts: list[np.ndarray] = []
+  by_name = itertools.groupby(
+    _rows_of_tensors(params, spec), key=lambda named: named[0]
+  )
+  for name, found in by_name:
+    parts = [part for _, part in found]
+    tensor = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    yield name, np.ascontiguousarray(tensor.astype(dtypes(name)))
+
+
+def _rows_of_tensors(
+  params: Params, spec: ModelSpec
+) -> Iterator[tuple[str, np.ndarray]]:
+  leaves = list(names.leaves(spec, params))
+  for _, group in itertools.groupby(leaves, key=lambda leaf: leaf.names):
+    group = list(group)
+    for i, name in enumerate(group[0].names):
+      for leaf in group:
+        array = names.get(params, leaf.path)
+        place = np.unravel_index(i, array.shape[: leaf.lead]) if leaf.lead else ()
+        tensor = multihost.gather(array, tuple(map(int, place)))
+        tensor = tensor[: spec.vocab_size] if leaf.is_vocab else tensor
+        yield name, tensor.T if leaf.transposed else tensor

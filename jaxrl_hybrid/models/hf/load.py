@@ -22,7 +22,12 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import multihost
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES = {
+  "F64": jnp.float64,
+  "F32": jnp.float32,
+  "F16": jnp.float16,
+  "BF16": jnp.bfloat16,
+}
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -52,6 +57,10 @@ class Checkpoint(contextlib.AbstractContextManager):
   def slice(self, name: str):
     """A lazily read tensor: index it to read; ``get_shape``, ``get_dtype``."""
     return self._handles[name].get_slice(name)
+
+  def dtype(self, name: str) -> jnp.dtype:
+    """Of a float tensor."""
+    return jnp.dtype(FLOAT_DTYPES[self.slice(name).get_dtype()])
 
   def _files(self) -> list[Path]:
     index = self.path / INDEX_FILE
@@ -85,63 +94,64 @@ def load_params(
   head: str = params_lib.LM,
   dtype: jnp.dtype = jnp.float32,
 ) -> Params:
-  """Reads a causal LM into ``shardings``, in ``dtype``.
+  """Reads a model into ``shardings``, in ``dtype``.
 
   Args:
     path: HF directory.
     spec: what the directory's config says.
     shardings: tree of the parameters' shardings.
     vocab: padded vocabulary size; padding rows are zeros.
-    head: ``VALUE`` leaves out the LM head and adds a fresh value head.
+    head: ``VALUE`` leaves out the LM head and takes the score head of a sequence
+      classifier, or where there is none a fresh one.
     dtype: of the parameters.
 
   Raises:
     ModelError: a tensor is missing, left over or of another shape.
   """
   abstract = params_lib.abstract_params(spec, vocab=vocab, head=head)
-  wanted = list(names.leaves(spec, abstract, head))
   params: Params = {}
   with Checkpoint(path) as checkpoint:
+    wanted = list(names.leaves(spec, abstract))
+    if head == params_lib.VALUE and names.SCORE not in checkpoint:
+      wanted = [leaf for leaf in wanted if leaf.names != (names.SCORE,)]
+      put = lambda x, sharding: multihost.put(np.asarray(x), sharding)
+      fresh = params_lib.init_value_head(spec)
+      params["value_head"] = jax.tree.map(put, fresh, shardings["value_head"])
     _check_names(checkpoint, wanted, spec, head)
     for leaf in wanted:
       shape = names.get(abstract, leaf.path).shape
-      _check_shape(checkpoint, leaf, shape, spec.vocab_size)
-      for name in leaf.names:
-        _check_dtype(checkpoint.path, name, checkpoint.slice(name).get_dtype())
+      _check_tensors(checkpoint, leaf, leaf.tensor_shape(shape, spec.vocab_size))
       sharding = names.get(shardings, leaf.path)
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
-  if head == params_lib.VALUE:
-    fresh = params_lib.init_value_head(spec)
-    place = lambda x, sharding: multihost.put(np.asarray(x), sharding)
-    params["value_head"] = jax.tree.map(place, fresh, shardings["value_head"])
   return params
 
 
-def _read(checkpoint, leaf, shape, sharding, dtype) -> jax.Array:
-  tensors = [checkpoint.slice(name) for name in leaf.names]
+def _read(checkpoint, leaf: names.Leaf, shape, sharding, dtype) -> jax.Array:
+  """One leaf, shard by shard: each is filled tensor by tensor."""
+  lead = shape[: leaf.lead]
+  tensors = np.array([checkpoint.slice(name) for name in leaf.names], object)
+  tensors = tensors.reshape(lead)
 
   def read_shard(index: tuple[slice, ...]) -> np.ndarray:
-    if not leaf.stacked:
-      return _pad_rows(_one(tensors[0], leaf, index), index, shape).astype(dtype)
-    layers = range(*index[0].indices(shape[0]))
-    return np.stack([_one(tensors[i], leaf, index[1:]) for i in layers]).astype(dtype)
+    ranges = [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
+    shard = np.zeros([len(r) for r in ranges], dtype)
+    for place in np.ndindex(*map(len, ranges[: leaf.lead])):
+      which = tuple(r[i] for r, i in zip(ranges, place, strict=False))
+      _fill(shard[place], tensors[which], leaf, ranges[leaf.lead :])
+    return shard
 
   return jax.make_array_from_callback(shape, sharding, read_shard)
 
 
-def _one(tensor, leaf: names.Leaf, index: tuple[slice, ...]) -> np.ndarray:
-  rows = tensor.get_shape()[0]
+def _fill(out: np.ndarray, tensor, leaf: names.Leaf, ranges: list[range]) -> None:
+  """Copies what ``ranges`` of our tensor are; rows that HF does not have stay 0."""
   if leaf.transposed:
-    return np.asarray(tensor[index[1], index[0]]).T
-  start, stop, _ = index[0].indices(max(rows, index[0].stop or rows))
-  if start >= rows:  # padding only; safetensors has no empty slices at the end
-    return np.asarray(tensor[(slice(0, 1), *index[1:])])[:0]
-  return np.asarray(tensor[(slice(start, min(stop, rows)), *index[1:])])
-
-
-def _pad_rows(shard: np.ndarray, index: tuple[slice, ...], shape) -> np.ndarray:
-  rows = len(range(*index[0].indices(shape[0])))
-  return np.pad(shard, [(0, rows - shard.shape[0])] + [(0, 0)] * (shard.ndim - 1))
+    out, ranges = out.T, ranges[::-1]
+  rows = leaf.rows.indices(tensor.get_shape()[0])
+  start, stop = (min(rows[0] + i, rows[1]) for i in (ranges[0].start, ranges[0].stop))
+  if stop > start:
+    rest = tuple(slice(r.start, r.stop) for r in ranges[1:])
+    out[: stop - start] = tensor[(slice(start, stop), *rest)]
 
 
 def _check_names(checkpoint, wanted, spec: ModelSpec, head: str) -> None:
@@ -152,6 +162,7 @@ def _check_names(checkpoint, wanted, spec: ModelSpec, head: str) -> None:
     for name in checkpoint.names() - expected
     if not name.endswith(names.DERIVED_SUFFIXES)
   }
+  extra -= {name for name in extra if _is_beyond(name, spec)}
   if "lm_head.weight" in extra:
     extra.discard("lm_head.weight")
     if head == params_lib.LM and "model.embed_tokens.weight" in checkpoint:
@@ -178,22 +189,26 @@ def _check_tied_head(checkpoint) -> None:
     )
 
 
-def _check_dtype(path, name: str, dtype: str) -> None:
-  if dtype not in FLOAT_DTYPES:
-    raise ModelError(
-      f"{path}: {name} is stored as {dtype}; expected one of {FLOAT_DTYPES} "
-      "(quantized checkpoints are not supported)"
-    )
+def _is_beyond(name: str, spec: ModelSpec) -> bool:
+  """Layers behind the last one predict further tokens; transformers drops them too."""
+  parts = name.split(".")
+  return spec.family == "deepseek_v3" and (
+    parts[:2] == ["model", "layers"]
+    and parts[2].isdigit()
+    and int(parts[2]) >= spec.num_layers
+  )
 
 
-def _check_shape(checkpoint, leaf, shape, vocab_size: int) -> None:
-  expected = shape[1:] if leaf.stacked else shape
-  expected = expected[::-1] if leaf.transposed else expected
-  if leaf.path[0] in ("embed", "lm_head"):
-    expected = (vocab_size, *expected[1:])  # the padding is ours alone
+def _check_tensors(checkpoint, leaf: names.Leaf, shape: tuple[int, ...]) -> None:
   for name in leaf.names:
-    got = tuple(checkpoint.slice(name).get_shape())
-    if got != expected:
+    tensor = checkpoint.slice(name)
+    if tensor.get_dtype() not in FLOAT_DTYPES:
       raise ModelError(
-        f"{checkpoint.path}: {name} has shape {got}, the config says {expected}"
+        f"{checkpoint.path}: {name} is stored as {tensor.get_dtype()}; expected one "
+        f"of {tuple(FLOAT_DTYPES)} (quantized checkpoints are not supported)"
+      )
+    if tuple(tensor.get_shape()) != shape:
+      raise ModelError(
+        f"{checkpoint.path}: {name} has shape {tuple(tensor.get_shape())}, the config "
+        f"says {shape}"
       )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import FAMILIES, torch_model
 
-from jaxrl_hybrid.models import decoder
+from jaxrl_hybrid.models import decoder, families
 from jaxrl_hybrid.models import spec as spec_lib
 from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.parallel import hybrid
@@ -18,7 +18,7 @@ from jaxrl_hybrid.parallel import weights as weights_lib
 
 def build(directory, mesh=(1, 1, 1)):
   """(decoder, stored parameters, their layout) of an HF directory, fp32."""
-  spec = spec_lib.spec_from_hf(spec_lib.load_hf_config(directory))
+  spec = families.spec_from_hf(families.load_hf_config(directory))
   train = weights_lib.train_layout(
     spec, mesh_lib.train_mesh(mesh), sequence_parallel=False
   )
@@ -131,7 +131,7 @@ def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
     params,
     model.spec,
     tmp_path / "out",
-    hf_config=spec_lib.load_hf_config(tmp_path / "in"),
+    hf_config=families.load_hf_config(tmp_path / "in"),
     source_dir=tmp_path / "in",
     max_shard_bytes=shard_bytes,
   )

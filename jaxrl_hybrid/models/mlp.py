@@ -1,0 +1,146 @@
+"""What a layer does to each token by itself: an MLP or a mixture of experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_hybrid.models.layers import Context, Projection, stds
+from jaxrl_hybrid.models.spec import SIGMOID, ExpertSpec, ModelSpec
+
+_ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+  "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class MLP(nnx.Module):
+  """Gated MLP (arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
+
+  def __init__(self, spec: ModelSpec, size: int, *, rngs: nnx.Rngs):
+    std, out_std = stds(spec)
+    self.act = _ACTIVATIONS[spec.activation]
+
+    def projection(kind: str, std: float) -> Projection:
+      return Projection(
+        size,
+        spec.hidden_size,
+        "mlp",
+        kind=kind,
+        bias=spec.mlp_bias,
+        std=std,
+        rngs=rngs,
+      )
+
+    self.gate = projection("column", std)
+    self.up = projection("column", std)
+    self.down = projection("row", out_std)
+
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    inner = self.act(self.gate(x_BTD, ctx.dtype)) * self.up(x_BTD, ctx.dtype)
+    return self.down(inner, ctx.dtype)
+
+
+class Router(nnx.Module):
+  """Which experts a token goes to, and with what weights; all in fp32.
+
+  Engine and trainer must choose alike, so nothing here is rounded to 16 bits.
+  """
+
+  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+    self.experts = spec.experts
+    shape = (spec.experts.count, spec.hidden_size)
+    self.kernel = nnx.Param(
+      spec.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32),
+      logical_axes=(None, "embed"),
+    )
+    if spec.experts.corrected:
+      self.correction = nnx.Param(
+        jnp.zeros((spec.experts.count,), jnp.float32), logical_axes=(None,)
+      )
+
+  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(fp32 weights, int32 indices) ``[B, T, K]`` of the chosen experts."""
+    logits_BTE = jnp.einsum(
+      "btd,ed->bte",
+      x_BTD.astype(jnp.float32),
+      self.kernel[...],
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    correction = self.correction[...] if self.experts.corrected else None
+    return choose(logits_BTE, correction, self.experts)
+
+
+def choose(
+  logits: jax.Array, correction_E: jax.Array | None, spec: ExpertSpec
+) -> tuple[jax.Array, jax.Array]:
+  """(weights, indices) ``[..., K]`` of the experts that logits ``[..., E]`` choose.
+
+  ``w_k = scale * s_k / sum_j s_j`` (without the sum if not ``normalize``) with s
+  the softmax or sigmoid of the logits. The choice is by s + correction, first
+  among groups (DeepSeek-V3, arXiv:2412.19437, §2.1.2), then inside the best.
+  """
+  logits = logits.astype(jnp.float32)
+  score = jax.nn.sigmoid if spec.scores == SIGMOID else jax.nn.softmax
+  scores = score(logits)
+  ranking = scores if correction_E is None else scores + correction_E
+  if spec.groups > 1:
+    grouped = ranking.reshape(*ranking.shape[:-1], spec.groups, -1)
+    of_group = jnp.sum(jax.lax.top_k(grouped, spec.group_score_of)[0], -1)
+    _, best = jax.lax.top_k(of_group, spec.top_groups)
+    allowed = jnp.sum(jax.nn.one_hot(best, spec.groups), -2) > 0
+    ranking = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+  _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranking), spec.top_k)
+  weights = jnp.take_along_axis(scores, chosen, -1)
+  if spec.normalize:
+    weights /= jnp.sum(weights, -1, keepdims=True) + 1e-20
+  return weights * spec.scale, chosen
+
+
+class Experts(nnx.Module):
+  """Kernels ``[E, I, D]`` of the routed experts."""
+
+  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+    std, out_std = stds(spec)
+    shape = (spec.experts.count, spec.experts.intermediate_size, spec.hidden_size)
+
+    def kernel(std: float) -> nnx.Param:
+      return nnx.Param(
+        std * jax.random.normal(rngs.params(), shape, jnp.float32),
+        logical_axes=("expert", "expert_mlp", "embed"),
+      )
+
+    self.gate = Kernels(kernel(std))
+    self.up = Kernels(kernel(std))
+    self.down = Kernels(kernel(out_std))
+
+
+class Kernels(nnx.Module):
+  """One matrix of every expert."""
+
+  def __init__(self, kernel: nnx.Param):
+    self.kernel = kernel
+
+
+class Mixture(nnx.Module):
+  """Routed experts, and a shared MLP that every token goes through."""
+
+  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+    self.act = _ACTIVATIONS[spec.activation]
+    self.router = Router(spec, rngs=rngs)
+    self.experts = Experts(spec, rngs=rngs)
+    size = spec.experts.shared_size
+    self.shared = MLP(spec, size, rngs=rngs) if size else None
+
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    weights_BTK, chosen_BTK = self.router(x_BTD)
+    experts = self.experts
+    kernels = (
+      kind.kernel.get_value() for kind in (experts.gate, experts.up, experts.down)
+    )
+    out_BTD = ctx.mixture(
+      x_BTD, weights_BTK, chosen_BTK, tuple(kernels), act=self.act, dtype=ctx.dtype
+    )
+    return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD, ctx)
