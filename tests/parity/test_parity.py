@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import assert_logits_equal, build, hf_logits, logits_of, random_tokens
 from oracle import FAMILIES, torch_model
 
 from jaxrl_hybrid.models import decoder, families
@@ -14,56 +15,6 @@ from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
-
-
-def build(directory, mesh=(1, 1, 1)):
-  """(decoder, stored parameters, their layout) of an HF directory, fp32."""
-  spec = families.spec_from_hf(families.load_hf_config(directory))
-  train = weights_lib.train_layout(
-    spec, mesh_lib.train_mesh(mesh), sequence_parallel=False
-  )
-  layout = weights_lib.WeightLayout(spec, train, jnp.dtype(jnp.float32))
-  model = decoder.Decoder(
-    spec,
-    jnp.float32,
-    "xla",
-    train.constrain,
-    heads=layout.heads,
-    use=layout.use,
-    stages=layout.stages,
-  )
-  shardings = jax.tree.map(lambda x: x.sharding, layout.abstract_params())
-  params = load.load_params(directory, spec, shardings, vocab=layout.vocab)
-  return model, params, layout
-
-
-def logits_of(model, params, layout, tokens):
-  """fp32 logits of the un-padded vocabulary."""
-
-  def run(params, tokens):
-    weights = layout.prepare(params)
-    hidden = model.hidden(weights, tokens)
-    flat = model.logits(weights, hidden.reshape(-1, hidden.shape[-1]))
-    return flat.reshape(*tokens.shape, -1)[..., : model.spec.vocab_size]
-
-  return np.asarray(jax.jit(run)(params, tokens))
-
-
-def assert_logits_equal(theirs, built, tokens):
-  expected = hf_logits(theirs, tokens)
-  got = logits_of(*built, tokens)
-  assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
-
-
-def random_tokens(*shape, seed=0):
-  return np.random.default_rng(seed).integers(0, 131, shape).astype(np.int32)
-
-
-def hf_logits(model, tokens):
-  import torch
-
-  with torch.no_grad():
-    return model(torch.tensor(np.asarray(tokens, np.int64))).logits.numpy()
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
