@@ -242,12 +242,15 @@ class Decoder:
     )
     return _shift_right(log_probs), _shift_right(entropy)
 
-  def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """fp32 values ``[B, T]``: index t is the value before token t."""
+  def scores(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """fp32 scores ``[B, T]``: index t is that of the row up to token t."""
     params = self._outer(params)
     hidden_BTD = self.hidden(params, tokens_BT)
-    values_BT = jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
-    return _shift_right(values_BT[:, :-1])
+    return jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
+
+  def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """fp32 values ``[B, T]``: index t is the value before token t."""
+    return _shift_right(self.scores(params, tokens_BT)[:, :-1])
 
   def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
     if self.stages == 1:

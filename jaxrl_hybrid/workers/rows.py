@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,16 @@ def pack(
     packed[name] = np.zeros((rows, length), column.dtype)
     packed[name][target] = column[source]
   return {name: x.reshape(shape) for name, x in packed.items()}
+
+
+def pack_ids(rows: Sequence[np.ndarray], *, micro_rows: int) -> np.ndarray:
+  """Whole rows of token ids as int32 ``[A, B, T]``, padded on the right."""
+  longest = max(len(ids) for ids in rows)
+  shape = packed_shape(len(rows), longest, micro_rows=micro_rows)
+  tokens = np.zeros((shape[0] * shape[1], shape[2]), np.int32)
+  for row, ids in zip(tokens, rows, strict=False):
+    row[: len(ids)] = ids
+  return tokens.reshape(shape)
 
 
 def packed_shape(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -47,5 +47,15 @@ class Scorer:
 
   def __call__(self, params: Params, batch: Batch) -> np.ndarray:
     tokens = rows.pack(batch, {}, micro_rows=self._micro_rows)["tokens"]
-    tokens = place({"tokens": tokens}, self._layout)["tokens"]
-    return rows.unpack(multihost.fetch(self._run(params, tokens)), batch)
+    return rows.unpack(self._per_token(params, tokens), batch)
+
+  def at_last_token(self, params: Params, ids: Sequence[np.ndarray]) -> np.ndarray:
+    """fp32 ``[N]``: what ``per_token`` gives at the last token of each of N rows."""
+    tokens = rows.pack_ids(ids, micro_rows=self._micro_rows)
+    found = self._per_token(params, tokens)
+    found = found.reshape(-1, found.shape[-1])
+    return np.array([row[len(x) - 1] for row, x in zip(found, ids)], np.float32)
+
+  def _per_token(self, params: Params, tokens_ABT: np.ndarray) -> np.ndarray:
+    tokens = place({"tokens": tokens_ABT}, self._layout)["tokens"]
+    return multihost.fetch(self._run(params, tokens))

@@ -92,6 +92,7 @@ def load_params(
   *,
   vocab: int,
   head: str = params_lib.LM,
+  fresh_head: bool = True,
   dtype: jnp.dtype = jnp.float32,
 ) -> Params:
   """Reads a model into ``shardings``, in ``dtype``.
@@ -103,16 +104,23 @@ def load_params(
     vocab: padded vocabulary size; padding rows are zeros.
     head: ``VALUE`` leaves out the LM head and takes the score head of a sequence
       classifier, or where there is none a fresh one.
+    fresh_head: False: it is an error that there is none.
     dtype: of the parameters.
 
   Raises:
-    ModelError: a tensor is missing, left over or of another shape.
+    ModelError: a tensor is missing, left over or of another shape; a score head
+      with a bias or of several labels.
   """
   abstract = params_lib.abstract_params(spec, vocab=vocab, head=head)
   params: Params = {}
   with Checkpoint(path) as checkpoint:
     wanted = list(names.leaves(spec, abstract))
-    if head == params_lib.VALUE and names.SCORE not in checkpoint:
+    if head == params_lib.VALUE and not _has_score_head(checkpoint, spec):
+      if not fresh_head:
+        raise ModelError(
+          f"{checkpoint.path}: expected a sequence classifier with a score head "
+          f"({names.SCORE}), got none: a causal LM gives no rewards"
+        )
       wanted = [leaf for leaf in wanted if leaf.names != (names.SCORE,)]
       put = lambda x, sharding: multihost.put(np.asarray(x), sharding)
       fresh = params_lib.init_value_head(spec)
@@ -124,6 +132,18 @@ def load_params(
       sharding = names.get(shardings, leaf.path)
       names.put(params, leaf.path, _read(checkpoint, leaf, shape, sharding, dtype))
   return params
+
+
+def _has_score_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
+  """Whether there is a score head; it must be one that the decoder has."""
+  found = sorted(n for n in checkpoint.names() if n.startswith(names.SCORE_PREFIX))
+  shapes = {name: tuple(checkpoint.slice(name).get_shape()) for name in found}
+  if found and shapes != {names.SCORE: (1, spec.hidden_size)}:
+    raise ModelError(
+      f"{checkpoint.path}: expected a score head {names.SCORE} of shape "
+      f"{(1, spec.hidden_size)} (num_labels=1) without a bias, got {shapes}"
+    )
+  return bool(found)
 
 
 def _read(checkpoint, leaf: names.Leaf, shape, sharding, dtype) -> jax.Array:

@@ -89,7 +89,7 @@ TRANSPOSED = ("attn/o/kernel", "mlp/down/kernel", "shared/down/kernel")
 TRANSPOSED += ("experts/down/kernel",)
 # Buffers that old checkpoints hold and that follow from the config.
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
-SCORE = OUTER_TABLE["value_head/kernel"]
+SCORE_PREFIX, SCORE = "score.", OUTER_TABLE["value_head/kernel"]
 
 
 @dataclasses.dataclass(frozen=True)
