@@ -118,12 +118,12 @@ def test_exported_model_loads_in_transformers(straight):
 
 def test_export_of_a_checkpoint_equals_the_final_model(straight, tmp_path):
   run("--run_dir", straight[1], "--out", tmp_path / "hf", module="export", config=None)
-  from jaxrl_hybrid.models.hf.load import Checkpoint
+  from jaxrl_hybrid.models.hf.checkpoint import Checkpoint
 
   with Checkpoint(straight[1] / "hf") as a, Checkpoint(tmp_path / "hf") as b:
     assert a.names() == b.names()
     for name in a.names():
-      np.testing.assert_array_equal(a.slice(name)[:], b.slice(name)[:])
+      np.testing.assert_array_equal(a.read(name), b.read(name))
 
 
 def test_evaluate_reads_the_exported_model(straight):

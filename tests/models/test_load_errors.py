@@ -137,11 +137,69 @@ def test_an_empty_directory_says_what_was_expected(tmp_path):
   assert_refused(tmp_path, "expected model.safetensors", "found []")
 
 
-@pytest.mark.parametrize("keep", [0, 5, 300, -10])
-def test_a_truncated_file_is_named(tmp_path, keep):
+@pytest.mark.parametrize(
+  "keep, says",
+  [(0, "0 bytes"), (5, "5 bytes"), (300, "300 bytes"), (-10, "truncated: model.norm")],
+)
+def test_a_truncated_file_is_named(tmp_path, keep, says):
   file = write(tmp_path, tensors()) / "model.safetensors"
   file.write_bytes(file.read_bytes()[:keep])
-  assert_refused(tmp_path, "model.safetensors", "not a readable safetensors file")
+  assert_refused(tmp_path, "model.safetensors", "not a readable safetensors file", says)
+
+
+def with_header(directory, change):
+  """The complete checkpoint with another header."""
+  file = write(directory, tensors()) / "model.safetensors"
+  content = file.read_bytes()
+  length = int.from_bytes(content[:8], "little")
+  header = change(json.loads(content[8 : 8 + length]))
+  header = header if isinstance(header, bytes) else json.dumps(header).encode()
+  file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+  return directory
+
+
+def set_field(name, **fields):
+  return lambda header: header | {name: header[name] | fields}
+
+
+@pytest.mark.parametrize(
+  "change, words",
+  [
+    (lambda h: b"not JSON", ["damaged"]),
+    (lambda h: [1], ["damaged"]),
+    (lambda h: b'{"x": {}, "x": {}}', ["names x twice"]),
+    (lambda h: h | {EMBED: {"dtype": "F32"}}, ["damaged", "shape"]),
+    (set_field(EMBED, shape=[5, 9]), [EMBED, "160 bytes", "180", "F32 [5, 9]"]),
+    (set_field(EMBED, shape=[-5, -8]), [EMBED]),
+    (set_field(EMBED, data_offsets=[8, 168]), ["begin at byte"]),
+    (lambda h: {k: v for k, v in h.items() if k != EMBED}, ["begin at byte"]),
+  ],
+)
+def test_a_header_that_does_not_fit_its_file_is_named(tmp_path, change, words):
+  with_header(tmp_path, change)
+  assert_refused(tmp_path, "model.safetensors", "not a readable", *words)
+
+
+def test_bytes_behind_the_last_tensor_are_an_error(tmp_path):
+  with (write(tmp_path, tensors()) / "model.safetensors").open("ab") as file:
+    file.write(b"more")
+  assert_refused(tmp_path, "model.safetensors", "4 bytes behind the last tensor")
+
+
+@pytest.mark.parametrize("kind", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_a_tensor_of_another_kind_is_named(tmp_path, kind):
+  name = "model.layers.1.mlp.up_proj.weight"
+  weights = tensors() | {name: np.zeros((12, 8), kind)}
+  assert_refused(write(tmp_path, weights), "model.safetensors", name, "quantized")
+
+
+def test_everything_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+  def no_reading(*_):
+    raise AssertionError("read before all was checked")
+
+  monkeypatch.setattr(load.ShardReader, "read", no_reading)
+  weights = tensors() | {HEAD: np.zeros((5, 7), np.float32)}  # the last to load
+  assert_refused(write(tmp_path, weights), HEAD)
 
 
 def sharded(directory, weights):
@@ -169,7 +227,27 @@ def test_a_missing_file_of_the_index_is_named(tmp_path):
   assert_refused(tmp_path, "b.safetensors", "not a readable safetensors file")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_names_a_wrong_file_is_named(tmp_path):
+  index = sharded(tmp_path, tensors()) / "model.safetensors.index.json"
+  mapping = json.loads(index.read_text())["weight_map"]
+  assert mapping[EMBED] == "b.safetensors"
+  index.write_text(json.dumps({"weight_map": mapping | {EMBED: "a.safetensors"}}))
+  assert_refused(tmp_path, index.name, "a.safetensors", EMBED, "(1 such tensors)")
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path):
+  sharded(tmp_path, tensors())
+  names = sorted(tensors())
+  again = {name: tensors()[name] for name in [*names[1::2], names[0]]}
+  save_file(again, tmp_path / "b.safetensors")
+  assert_refused(tmp_path, "a.safetensors", "b.safetensors", names[0], "once")
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}']
+  + ['{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": {"a": 1}}'],
+)
 def test_a_broken_index_is_named(tmp_path, text):
   index = sharded(tmp_path, tensors()) / "model.safetensors.index.json"
   index.write_text(text)

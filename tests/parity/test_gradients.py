@@ -93,7 +93,7 @@ def assert_leaf_equal(checkpoint, leaf, array):
     place = np.unravel_index(i, array.shape[: leaf.lead]) if leaf.lead else ()
     got = multihost.gather(array, tuple(map(int, place)))
     got = got[:VOCAB] if leaf.is_vocab else got
-    expected = np.asarray(checkpoint.slice(tensor_name)[:])[leaf.rows]
+    expected = np.asarray(checkpoint.read(tensor_name))[leaf.rows]
     expected = expected.T if leaf.transposed else expected
     scale = max(np.abs(expected).max(), 1e-6)
     assert np.abs(got - expected).max() <= 1e-4 * scale, tensor_name

@@ -205,14 +205,12 @@ def test_two_processes_and_a_resume_equal_one(train, tmp_path):
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-  from jaxrl_hybrid.models.hf.load import Checkpoint
+  from jaxrl_hybrid.models.hf.checkpoint import Checkpoint
 
   with Checkpoint(a) as first, Checkpoint(b) as second:
     assert first.names() == second.names()
     for name in first.names():
-      np.testing.assert_allclose(
-        second.slice(name)[:], first.slice(name)[:], rtol=0, atol=1e-5
-      )
+      np.testing.assert_allclose(second.read(name), first.read(name), rtol=0, atol=1e-5)
 
 
 def test_a_reward_error_ends_all_processes_with_its_message(train, tmp_path):

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf import names
-from jaxrl_hybrid.models.hf.load import INDEX_FILE, SINGLE_FILE, Checkpoint
+from jaxrl_hybrid.models.hf.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from jaxrl_hybrid.models.hf.stored import FLOAT_DTYPES
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import multihost
@@ -106,7 +107,11 @@ def _stored_dtypes(directory: str | Path | None) -> dict[str, jnp.dtype]:
   if directory is None:
     return {}
   with Checkpoint(directory) as checkpoint:
-    return {name: checkpoint.dtype(name) for name in checkpoint.names()}
+    return {
+      name: tensor.dtype
+      for name, tensor in checkpoint.tensors.items()
+      if tensor.kind in FLOAT_DTYPES
+    }
 
 
 def _write_weights(params, spec, directory, dtypes, max_shard_bytes) -> None:
