@@ -17,13 +17,17 @@ from safetensors.numpy import save_file
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf import names
 from jaxrl_hybrid.models.hf.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from jaxrl_hybrid.models.hf.sidecars import (
+  TEMPLATES_FOLDER,
+  write_config,
+  write_tokenizer,
+)
 from jaxrl_hybrid.models.hf.stored import FLOAT_DTYPES
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import multihost
 
 MAX_SHARD_BYTES = 5 * 10**9
-KEPT_FILES = ("generation_config.json",)
 
 
 def export_hf(
@@ -46,8 +50,10 @@ def export_hf(
     spec: the model.
     out_dir: replaced only when all files are complete.
     hf_config: the config to write (``load_hf_config`` of the source).
-    tokenizer: saved beside the weights if given.
-    source_dir: its generation_config.json is kept.
+    tokenizer: written beside the weights if given; the files that it was loaded from
+      are copied unless it has been changed since.
+    source_dir: where the parameters come from. Its generation_config.json is kept,
+      and its config.json but for what ``hf_config`` has changed.
     dtype: of the tensors; default: that of each tensor in ``source_dir``, else the
       config's, else fp32.
     max_shard_bytes: weights are split into files of at most this size.
@@ -60,11 +66,7 @@ def export_hf(
   """
   out_dir = Path(out_dir).absolute()
   check_replaceable(out_dir)
-  source_dtypes = _stored_dtypes(source_dir) if dtype is None else {}
-  dtype = jnp.dtype(
-    dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-  )
-  dtypes = lambda name: source_dtypes.get(name, dtype)
+  dtypes = _dtypes(hf_config, source_dir, dtype)
   if not multihost.is_primary():
     for _ in _tensors(params, spec, dtypes):
       pass
@@ -73,15 +75,10 @@ def export_hf(
   partial = out_dir.with_name(out_dir.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
-  config = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
-  config["dtype"] = dtype.name
-  (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  for name in KEPT_FILES:
-    if source_dir and (Path(source_dir) / name).is_file():
-      shutil.copy(Path(source_dir) / name, partial / name)
+  write_config(partial, hf_config, source_dir, dtype)
   _write_weights(params, spec, partial, dtypes, max_shard_bytes)
   if tokenizer is not None:
-    tokenizer.save_pretrained(partial)
+    write_tokenizer(partial, tokenizer)
   if out_dir.exists():
     shutil.rmtree(out_dir)
   os.replace(partial, out_dir)
@@ -96,22 +93,32 @@ def check_replaceable(out_dir: Path) -> None:
   earlier = out_dir.is_dir() and (
     (out_dir / "config.json").is_file() or not any(out_dir.iterdir())
   )
-  if not earlier or any(child.is_dir() for child in out_dir.iterdir()):
+  if not earlier or any(
+    child.is_dir() and child.name != TEMPLATES_FOLDER for child in out_dir.iterdir()
+  ):
     raise ModelError(
       f"{out_dir} is not an exported model and would be replaced; expected a new or "
       "empty directory"
     )
 
 
-def _stored_dtypes(directory: str | Path | None) -> dict[str, jnp.dtype]:
-  if directory is None:
-    return {}
-  with Checkpoint(directory) as checkpoint:
-    return {
-      name: tensor.dtype
-      for name, tensor in checkpoint.tensors.items()
-      if tensor.kind in FLOAT_DTYPES
-    }
+def _dtypes(
+  hf_config: Mapping[str, Any],
+  source_dir: str | Path | None,
+  dtype: jnp.dtype | None,
+) -> Callable[[str], jnp.dtype]:
+  """The dtype of each tensor, by its name."""
+  stored: dict[str, jnp.dtype] = {}
+  if dtype is None and source_dir is not None:
+    with Checkpoint(source_dir) as checkpoint:
+      stored = {
+        name: tensor.dtype
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.kind in FLOAT_DTYPES
+      }
+  dtype = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+  default = jnp.dtype(dtype)
+  return lambda name: stored.get(name, default)
 
 
 def _write_weights(params, spec, directory, dtypes, max_shard_bytes) -> None:
