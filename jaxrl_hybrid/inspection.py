@@ -56,6 +56,7 @@ class Plan:
       self.sizes.describe(self.config.trainer.total_steps),
       f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "
       "generation_config)",
+      *self.source.describe_rope(),
       *self.source.ignored_sampling(),
       *([self.train_data.describe()] if self.train_data else []),
       f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
@@ -82,7 +83,7 @@ def inspect(
   sizes = config_lib.validate(config)
   train_mesh = mesh_lib.train_mesh(config.mesh.train, devices)
   generation_mesh = mesh_lib.generation_mesh(train_mesh, config.mesh.generation)
-  model = model_source.open_model(config.model)
+  model = model_source.open_model(config.model, longest=_longest(config))
   eos_ids = tokenizers.eos_ids(
     model.tokenizer, model.hf_config, model.generation_config
   )
@@ -121,6 +122,10 @@ def inspect(
     ),
     generation_layout=weights.generation_layout(model.spec, generation_mesh),
   )
+
+
+def _longest(config: ConfigDict) -> int:
+  return config.data.max_prompt_length + config.data.max_response_length
 
 
 def make_algorithm(config: ConfigDict) -> Algorithm:
@@ -235,9 +240,8 @@ def _check_model(
       f"model.tokenizer has {known} tokens but the model's vocab_size is "
       f"{spec.vocab_size}; expected the model's own tokenizer"
     )
-  data = config.data
-  longest = data.max_prompt_length + data.max_response_length
-  if longest > spec.max_positions:
+  longest = _longest(config)
+  if longest > spec.max_positions and spec.rope.kind != "dynamic":
     raise ConfigError(
       f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
       f"model's max_position_embeddings {spec.max_positions}"

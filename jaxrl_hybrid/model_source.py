@@ -50,6 +50,16 @@ class ModelSource:
     """Directory, or that the weights are random."""
     return self.path or "random initialisation"
 
+  def describe_rope(self) -> list[str]:
+    """One line if rotary frequencies depend on the longest sequence."""
+    rope = self.spec.rope
+    if rope.length is None:
+      return []
+    return [
+      f"rope: {rope.kind}, its frequencies are those for {rope.length} tokens "
+      "(data.max_prompt_length + data.max_response_length) in every sequence"
+    ]
+
   def ignored_sampling(self) -> list[str]:
     """One line if generation_config holds sampling defaults: they are not used."""
     found = {
@@ -64,8 +74,12 @@ class ModelSource:
     )
 
 
-def open_model(model: ConfigDict) -> ModelSource:
+def open_model(model: ConfigDict, *, longest: int) -> ModelSource:
   """Reads the configs and tokenizer of the config's ``model`` section.
+
+  Args:
+    model: the section.
+    longest: tokens of the longest sequence, prompt and response.
 
   Raises:
     ConfigError: neither model.path nor model.random.
@@ -80,8 +94,9 @@ def open_model(model: ConfigDict) -> ModelSource:
   tokenizer = _open_tokenizer(model["tokenizer"] or path)
   if hf_config is None:
     hf_config = _random_config(random, tokenizer)
+  spec = spec_from_hf(hf_config)
   return ModelSource(
-    spec_from_hf(hf_config),
+    spec if spec.knows_length else spec.for_length(longest),
     hf_config,
     _generation_config(path),
     tokenizer,

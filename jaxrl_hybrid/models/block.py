@@ -11,6 +11,7 @@ from jaxrl_hybrid.models.attention import Attention, LatentAttention
 from jaxrl_hybrid.models.layers import Context, norm
 from jaxrl_hybrid.models.mlp import MLP, Mixture
 from jaxrl_hybrid.models.spec import POST_NORM, PRE_NORM, SANDWICH, ModelSpec
+from jaxrl_hybrid.ops.experts import Routing
 
 
 class DecoderLayer(nnx.Module):
@@ -36,13 +37,16 @@ class DecoderLayer(nnx.Module):
     else:
       self.mlp = MLP(spec, spec.intermediate_size, rngs=rngs)
 
-  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+  def __call__(
+    self, x_BTD: jax.Array, ctx: Context
+  ) -> tuple[jax.Array, Any, Routing | None]:
+    """(x, what the attention keeps, the routing where there are experts)."""
     before, after = self.spec.norms != POST_NORM, self.spec.norms != PRE_NORM
     attended, kept = self.attn(
       ctx.gather(self.attn_norm(x_BTD) if before else x_BTD), ctx
     )
     attended = ctx.scatter(attended)
     x_BTD += self.attn_out_norm(attended) if after else attended
-    fed = self.mlp(ctx.gather(self.mlp_norm(x_BTD) if before else x_BTD), ctx)
+    fed, routing = self.mlp(ctx.gather(self.mlp_norm(x_BTD) if before else x_BTD), ctx)
     fed = ctx.scatter(fed)
-    return x_BTD + (self.mlp_out_norm(fed) if after else fed), kept
+    return x_BTD + (self.mlp_out_norm(fed) if after else fed), kept, routing

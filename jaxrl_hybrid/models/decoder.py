@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_hybrid.models import layers, rope, staged
 from jaxrl_hybrid.models import params as params_lib
@@ -74,6 +73,12 @@ class Decoder:
 
   def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
+    return self._hidden(params, tokens_BT, None)[0]
+
+  def _hidden(
+    self, params: Params, tokens_BT: jax.Array, real_BT: jax.Array | None
+  ) -> tuple[jax.Array, experts.Load | None]:
+    """``hidden``, and for ``real_BT`` tokens the load of each layer's experts."""
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     x_BTD = self._embed(params, tokens_BT)
 
@@ -87,7 +92,9 @@ class Decoder:
         scatter=self._sequence("seq"),
       )
       layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
-      return self._pin(layer(x_BTD, context)[0])
+      x_BTD, _, routing = layer(x_BTD, context)
+      load = None if real_BT is None or dense else experts.load_of(routing, real_BT)
+      return self._pin(x_BTD), load
 
     def one(x_BTD, layer_params, local):
       layer_params = self.use(layer_params, layer=True)
@@ -98,7 +105,7 @@ class Decoder:
       one = jax.checkpoint(one, prevent_cse=False)
       dense = jax.checkpoint(dense, prevent_cse=False)
     for layer_params in params_lib.dense_layers(params):
-      x_BTD = dense(x_BTD, layer_params)
+      x_BTD, _ = dense(x_BTD, layer_params)
 
     def body(carry, xs):
       x_BTD, slots = carry
@@ -106,18 +113,21 @@ class Decoder:
       mine = None
       if slots is not None:
         mine, slots = matmul.take_slots(slots, i)
-      return (one(x_BTD, matmul.join_slots(values, mine), local), slots), None
+      x_BTD, load = one(x_BTD, matmul.join_slots(values, mine), local)
+      return (x_BTD, slots), load
 
     def stage(layers, x_BTD, slots):
       count = jax.tree.leaves(layers)[0].shape[0]
-      return jax.lax.scan(body, (x_BTD, slots), (layers, jnp.arange(count)))[0]
+      return jax.lax.scan(body, (x_BTD, slots), (layers, jnp.arange(count)))
 
     values, slots, seeds = matmul.split_slots(params["layers"])
-    local_L = self._local_layers(jax.tree.leaves(values)[0].shape[0])
-    x_BTD, slots = self._run(stage, (values, jnp.asarray(local_L)), x_BTD, slots)
+    local_L = self.spec.local_stack(jax.tree.leaves(values)[0].shape[0])
+    (x_BTD, slots), load_L = self._run(
+      stage, (values, jnp.asarray(local_L)), x_BTD, slots
+    )
     if slots is not None:
       x_BTD = matmul.start_from(x_BTD, slots, seeds)
-    return self._norm(params, x_BTD)
+    return self._norm(params, x_BTD), load_L
 
   def prefill(
     self, params: Params, tokens_BP: jax.Array
@@ -133,7 +143,7 @@ class Decoder:
           return self._causal(q, k, v, local), (k, v) if keep is None else keep
 
         layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
-        return layer(x_BTD, self._context(positions_1P, local, attend))
+        return layer(x_BTD, self._context(positions_1P, local, attend))[:2]
 
       x_BTD, cache = self._by_kind(local, apply)
       cache = tuple(x.astype(self.dtype) for x in cache)
@@ -143,13 +153,9 @@ class Decoder:
       # then hold the merged fp32 result of every layer until the last one is done.
       return jax.lax.optimization_barrier((self._pin(x_BTD), cache))
 
-    x_BTD, first = self._dense_first(one, params, x_BTD)
-    layers = params["layers"]
-    caches = [self._empty_cache(*tokens_BP.shape)] * len(layers)
-    x_BTD, caches = staged.through(
-      one, layers, caches, self._local_entries(len(layers)), x_BTD, stages=self.stages
-    )
-    return self._norm(params, x_BTD), first + caches
+    caches = [None] * self.spec.dense_layers
+    caches += [self._empty_cache(*tokens_BP.shape)] * len(params["layers"])
+    return self._through(one, params, caches, x_BTD)
 
   def decode(
     self,
@@ -191,23 +197,13 @@ class Decoder:
 
         layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
         context = self._context(positions_B[:, None], local, attend)
-        return layer(x_BTD, dataclasses.replace(context, decoding=True))
+        return layer(x_BTD, dataclasses.replace(context, decoding=True))[:2]
 
       x_BTD, cache = self._by_kind(local, apply)
       return self._pin(x_BTD), cache
 
-    leading = self.spec.dense_layers
-    x_BTD, first = self._dense_first(one, params, x_BTD, caches[:leading])
-    layers = params["layers"]
-    x_BTD, caches = staged.through(
-      one,
-      layers,
-      caches[leading:],
-      self._local_entries(len(layers)),
-      x_BTD,
-      stages=self.stages,
-    )
-    return self._norm(params, x_BTD)[:, 0], first + caches
+    hidden_B1D, caches = self._through(one, params, caches, x_BTD)
+    return hidden_B1D[:, 0], caches
 
   def head(self, params: Params) -> matmul.Weight:
     """LM head ``[V, D]``; the embedding when tied."""
@@ -227,8 +223,20 @@ class Decoder:
 
     Index t belongs to token t; index 0 is 0, nothing predicts it.
     """
+    return self.score(params, tokens_BT, temperature=temperature, chunk=chunk)[:2]
+
+  def score(
+    self,
+    params: Params,
+    tokens_BT: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+    real_BT: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array, experts.Load | None]:
+    """``token_log_probs``, and the load ``[L, E]`` that real tokens are to experts."""
     params = self._outer(params)
-    hidden_BTD = self.hidden(params, tokens_BT)
+    hidden_BTD, load_L = self._hidden(params, tokens_BT, real_BT)
     hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
     log_probs, entropy = logprob.token_log_probs(
       hidden_BTD[:, :-1],
@@ -240,7 +248,7 @@ class Decoder:
       dtype=self.dtype,
       softcap=self.spec.logit_softcap,
     )
-    return _shift_right(log_probs), _shift_right(entropy)
+    return _shift_right(log_probs), _shift_right(entropy), load_L
 
   def scores(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """fp32 scores ``[B, T]``: index t is that of the row up to token t."""
@@ -253,12 +261,14 @@ class Decoder:
     return _shift_right(self.scores(params, tokens_BT)[:, :-1])
 
   def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
+    """((x, slots), load); stages of a pipeline do not tell their load."""
     if self.stages == 1:
       return stage(values, x_BTD, slots)
+    unloaded = lambda *args: stage(*args)[0]
     if self.remat == "stage":
-      stage = jax.checkpoint(stage, prevent_cse=False)
+      unloaded = jax.checkpoint(unloaded, prevent_cse=False)
     return pipeline.run(
-      stage,
+      unloaded,
       values,
       x_BTD,
       slots,
@@ -266,7 +276,7 @@ class Decoder:
       microbatches=self.microbatches,
       pin=self._pin,
       pin_stages=lambda x: self.constrain(x, ("layers", "batch", "seq", None)),
-    )
+    ), None
 
   def _outer(self, params: Params) -> Params:
     """What is outside of the layers, placed for use."""
@@ -291,28 +301,19 @@ class Decoder:
       return apply(self.spec.is_local(0))
     return jax.lax.cond(local, lambda: apply(True), lambda: apply(False))
 
-  def _local_layers(self, count: int) -> np.ndarray:
-    """bool ``[count]`` of the stacked layers; layers of padding are not local."""
-    leading = self.spec.dense_layers
-    local = [self.spec.is_local(i) for i in range(leading, self.spec.num_layers)]
-    return np.array(local + [False] * (count - len(local)))
-
-  def _local_entries(self, entries: int) -> list[bool] | np.ndarray:
-    """Of generation layers: a bool each, with stages bool ``[entries, stages]``."""
-    local_L = self._local_layers(entries * self.stages)
-    if self.stages == 1:
-      return local_L.tolist()
-    return local_L.reshape(self.stages, entries).T
-
-  def _dense_first(self, one, params, x_BTD, caches=None):
-    """The layers in front of those with experts; they are on every stage."""
-    updated = []
+  def _through(self, one, params, caches, x_BTD):
+    """All layers of a generation model: (normed hidden states, caches)."""
+    first, rest = [], caches[self.spec.dense_layers :]
     for i, layer_params in enumerate(params_lib.dense_layers(params)):
-      cache = caches[i] if caches else None
+      # In front of those with experts; they are on every stage.
       local = self.spec.is_local(i)
-      x_BTD, cache = one(layer_params, cache, x_BTD, None, local, dense=True)
-      updated.append(cache)
-    return x_BTD, updated
+      x_BTD, cache = one(layer_params, caches[i], x_BTD, None, local, dense=True)
+      first.append(cache)
+    kinds = self.spec.local_entries(len(rest), self.stages)
+    x_BTD, rest = staged.through(
+      one, params["layers"], rest, kinds, x_BTD, stages=self.stages
+    )
+    return self._norm(params, x_BTD), first + rest
 
   def _form(self, local: bool) -> attention.Form:
     return attention.Form(

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxrl_hybrid.models.layers import Context, Projection, stds
 from jaxrl_hybrid.models.spec import SIGMOID, ExpertSpec, ModelSpec
+from jaxrl_hybrid.ops.experts import Routing
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -38,9 +39,9 @@ class MLP(nnx.Module):
     self.up = projection("column", std)
     self.down = projection("row", out_std)
 
-  def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, None]:
     inner = self.act(self.gate(x_BTD, ctx.dtype)) * self.up(x_BTD, ctx.dtype)
-    return self.down(inner, ctx.dtype)
+    return self.down(inner, ctx.dtype), None
 
 
 class Router(nnx.Module):
@@ -61,8 +62,8 @@ class Router(nnx.Module):
         jnp.zeros((spec.experts.count,), jnp.float32), logical_axes=(None,)
       )
 
-  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(fp32 weights, int32 indices) ``[B, T, K]`` of the chosen experts."""
+  def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
+    """fp32 weights ``[B, T, K]`` of the chosen experts, and which those are."""
     logits_BTE = jnp.einsum(
       "btd,ed->bte",
       x_BTD.astype(jnp.float32),
@@ -70,7 +71,8 @@ class Router(nnx.Module):
       precision=jax.lax.Precision.HIGHEST,
     )
     correction = self.correction[...] if self.experts.corrected else None
-    return choose(logits_BTE, correction, self.experts)
+    weights_BTK, chosen_BTK = choose(logits_BTE, correction, self.experts)
+    return weights_BTK, Routing(jax.nn.softmax(logits_BTE), chosen_BTK)
 
 
 def choose(
@@ -134,13 +136,20 @@ class Mixture(nnx.Module):
     size = spec.experts.shared_size
     self.shared = MLP(spec, size, rngs=rngs) if size else None
 
-  def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    weights_BTK, chosen_BTK = self.router(x_BTD)
+  def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Routing]:
+    weights_BTK, routing = self.router(x_BTD)
     experts = self.experts
     kernels = (
       kind.kernel.get_value() for kind in (experts.gate, experts.up, experts.down)
     )
     out_BTD = ctx.mixture(
-      x_BTD, weights_BTK, chosen_BTK, tuple(kernels), act=self.act, dtype=ctx.dtype
+      x_BTD,
+      weights_BTK,
+      routing.chosen,
+      tuple(kernels),
+      act=self.act,
+      dtype=ctx.dtype,
     )
-    return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD, ctx)
+    if self.shared is not None:
+      out_BTD += self.shared(x_BTD, ctx)[0]
+    return out_BTD, routing

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 # Options that each kind cannot do without.
 ROPE_OPTIONS = {
   "default": (),
@@ -184,6 +186,17 @@ class ModelSpec:
   def is_local(self, layer: int) -> bool:
     """Whether a layer sees only its window."""
     return bool(self.local_layers) and self.local_layers[layer]
+
+  def local_stack(self, count: int) -> np.ndarray:
+    """bool ``[count]`` of the stacked layers; layers of padding are not local."""
+    local = [self.is_local(i) for i in range(self.dense_layers, self.num_layers)]
+    return np.array(local + [False] * (count - len(local)))
+
+  def local_entries(self, entries: int, stages: int) -> list[bool] | np.ndarray:
+    """Of a list of layers: a bool each; of stacks of one layer of every stage bool
+    ``[entries, stages]``."""
+    local_L = self.local_stack(entries * stages)
+    return local_L.tolist() if stages == 1 else local_L.reshape(stages, entries).T
 
   @property
   def mixes_windows(self) -> bool:

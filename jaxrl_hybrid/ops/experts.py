@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_hybrid.ops.matmul import (
-  Kernel,
-  Weight,
-  backward_dtype,
-  row_scales,
-)
-
-BLOCK = 128  # rows of one expert that are multiplied at a time
+from jaxrl_hybrid.ops.grouped import grouped_product
+from jaxrl_hybrid.ops.matmul import Kernel, Weight, row_scales
 
 # (gate, up, down), each [E, I, D]
 Experts = tuple[Weight, Weight, Weight]
@@ -85,119 +79,6 @@ def batched_mixture(
   return out.reshape(x_BTD.shape)
 
 
-def grouped_product(
-  x: jax.Array, kernel: Weight, *, down: bool, sizes_E: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
-  """Rows of group e times matrix e, operands in ``dtype``; fp32.
-
-  Args:
-    x: ``[M, I]`` (``down``) or ``[M, D]``, the rows of group 0 first.
-    kernel: ``[E, I, D]``.
-    down: contract I instead of D.
-    sizes_E: rows of each group; rows beyond their sum give zeros.
-    dtype: of the operands; the backward pass has ``backward_dtype``.
-  """
-  if isinstance(kernel, Kernel):
-    return _grouped(x, kernel.value, kernel.slot, sizes_E, down, dtype)
-  return _grouped(x, kernel, None, sizes_E, down, dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _grouped(x, kernel, slot, sizes_E, down, dtype):
-  return _grouped_forward(x, kernel, slot, sizes_E, down, dtype)[0]
-
-
-def _grouped_forward(x, kernel, slot, sizes_E, down, dtype):
-  x = x.astype(dtype)
-  out = _times(x, kernel.astype(dtype), sizes_E, contract=0 if down else 1)
-  return out, (x, kernel, None if slot is None else (), sizes_E)
-
-
-def _grouped_backward(down, dtype, residuals, cotangent):
-  x, kernel, slot, sizes_E = residuals
-  low = backward_dtype(dtype)
-  x, cotangent = x.astype(low), cotangent.astype(low)
-  dx = _times(cotangent, kernel.astype(low), sizes_E, contract=1 if down else 0)
-  of_i, of_d = (x, cotangent) if down else (cotangent, x)
-  dkernel = _outer_products(of_i, of_d, sizes_E)
-  if slot is None:
-    return dx, dkernel.astype(kernel.dtype), None, None
-  return dx, None, dkernel, None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _times(x, kernel_EID, sizes_E, *, contract: int) -> jax.Array:
-  """fp32 ``[M, D]`` (contract 0: I) or ``[M, I]`` (contract 1: D)."""
-  rows = x.shape[0]
-  width = kernel_EID.shape[2 - contract]
-
-  def one(out, group, row, taken):
-    matrix = jax.lax.dynamic_index_in_dim(kernel_EID, group, keepdims=False)
-    product = jax.lax.dot_general(
-      *taken,
-      matrix,
-      (((1,), (contract,)), ((), ())),
-      preferred_element_type=jnp.float32,
-    )
-    # Rows behind the group's are zeros here; the next block writes theirs.
-    return jax.lax.dynamic_update_slice_in_dim(out, product, row, 0)
-
-  size = _block_rows(rows, kernel_EID.shape[0])
-  out = jnp.zeros((rows + size, width), jnp.float32)
-  return _for_blocks(one, out, (x,), sizes_E, size)[:rows]
-
-
-def _outer_products(of_i, of_d, sizes_E) -> jax.Array:
-  """fp32 ``[E, I, D]``: the sum over each group's rows of their outer products."""
-  rows, groups = of_i.shape[0], sizes_E.shape[0]
-
-  def one(out, group, row, taken):
-    del row
-    product = jax.lax.dot_general(
-      *taken, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return out.at[group].add(product)
-
-  out = jnp.zeros((groups, of_i.shape[1], of_d.shape[1]), jnp.float32)
-  return _for_blocks(one, out, (of_i, of_d), sizes_E, _block_rows(rows, groups))
-
-
-def _for_blocks(
-  one: Callable[..., jax.Array],
-  out: jax.Array,
-  operands: tuple[jax.Array, ...],
-  sizes_E: jax.Array,
-  size: int,
-) -> jax.Array:
-  """Folds ``one(out, group, first row, rows of each operand)`` over all blocks.
-
-  A block is at most ``size`` rows of a single group, filled up with zeros. There
-  are as many as it takes: groups without rows cost nothing.
-  """
-  ends_E = jnp.cumsum(sizes_E)
-  blocks_E = -(-sizes_E // size)
-  last_E = jnp.cumsum(blocks_E)
-  padded = [jnp.pad(x, ((0, size), (0, 0))) for x in operands]
-
-  def step(b, out):
-    group = jnp.searchsorted(last_E, b, side="right")
-    nth = b - (last_E[group] - blocks_E[group])
-    row = ends_E[group] - sizes_E[group] + nth * size
-    real = jnp.arange(size) < ends_E[group] - row
-    taken = [jax.lax.dynamic_slice_in_dim(x, row, size) for x in padded]
-    return one(out, group, row, [jnp.where(real[:, None], x, 0) for x in taken])
-
-  return jax.lax.fori_loop(0, last_E[-1], step, out)
-
-
-def _block_rows(rows: int, groups: int) -> int:
-  """Rows of a block: about a group's, a power of two from 8 to BLOCK."""
-  share = max(1, rows // max(groups, 1))
-  return min(BLOCK, max(8, 1 << (share - 1).bit_length()))
-
-
 @jax.custom_vjp
 def _permute(x, order, inverse):
   """``x[order]``; its transpose is a gather as well, not a scatter."""
@@ -215,18 +96,36 @@ def _value(weight: Weight) -> jax.Array:
   return weight.value if isinstance(weight, Kernel) else weight
 
 
-def balance_loss(
-  probs_LNE: jax.Array, chosen_LNK: jax.Array, real_N: jax.Array
-) -> jax.Array:
-  """Load balancing loss ``E sum_e f_e p_e`` (Switch, arXiv:2101.03961, eq. 4).
+class Routing(NamedTuple):
+  """What a router did: softmax ``[B, T, E]`` and chosen experts ``[B, T, K]``."""
 
-  f_e is how often expert e is chosen per token, p_e its mean probability, both
-  over the real tokens of all layers.
+  probs: jax.Array
+  chosen: jax.Array
+
+
+class Load(NamedTuple):
+  """Sums over real tokens: choices and probabilities ``[..., E]``, and their number."""
+
+  chosen: jax.Array
+  probs: jax.Array
+  tokens: jax.Array
+
+
+def load_of(routing: Routing, real_BT: jax.Array) -> Load:
+  """The load of one layer; padding does not count."""
+  weight_BT = real_BT.astype(jnp.float32)
+  count = routing.probs.shape[-1]
+  chosen_BTE = jnp.sum(jax.nn.one_hot(routing.chosen, count, dtype=jnp.float32), 2)
+  total = lambda x_BTE: jnp.einsum("bte,bt->e", x_BTE, weight_BT)
+  return Load(total(chosen_BTE), total(routing.probs), jnp.sum(weight_BT))
+
+
+def balance_loss(load_L: Load) -> jax.Array:
+  """``E sum_e f_e p_e`` of stacked loads (Switch, arXiv:2101.03961, eq. 4).
+
+  f_e is how often a token chooses expert e, p_e its mean probability, both over
+  the real tokens of all layers.
   """
-  experts = probs_LNE.shape[-1]
-  weight_N = real_N.astype(jnp.float32)
-  count = probs_LNE.shape[0] * jnp.maximum(jnp.sum(weight_N), 1.0)
-  chosen_LNE = jnp.sum(jax.nn.one_hot(chosen_LNK, experts, dtype=jnp.float32), 2)
-  f_E = jnp.einsum("lne,n->e", chosen_LNE, weight_N) / count
-  p_E = jnp.einsum("lne,n->e", probs_LNE, weight_N) / count
-  return experts * jnp.sum(f_E * p_E)
+  tokens = jnp.maximum(jnp.sum(load_L.tokens), 1.0)
+  f_E, p_E = jnp.sum(load_L.chosen, 0) / tokens, jnp.sum(load_L.probs, 0) / tokens
+  return f_E.shape[0] * jnp.sum(f_E * p_E)

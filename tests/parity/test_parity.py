@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import assert_logits_equal, build, hf_logits, logits_of, random_tokens
+from harness import (
+  VOCAB,
+  assert_logits_equal,
+  build,
+  hf_logits,
+  logits_of,
+  random_tokens,
+)
 from oracle import FAMILIES, torch_model
 
 from jaxrl_hybrid.models import decoder, families
@@ -15,6 +22,7 @@ from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
+from jaxrl_hybrid.parallel.experts import sharded_mixture
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -97,36 +105,58 @@ def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
   assert (tmp_path / "out" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize(
-  "model,mesh,generation",
-  [
-    (("llama", {}), (1, 1, 1), (1, 1)),
-    (("qwen3", {}), (1, 1, 1), (1, 1)),
-    (NINE, (1, 4, 1), (1, 4)),
-    (NINE, (2, 4, 1), (1, 2)),
-    (FOURTEEN, (1, 8, 1), (1, 8)),
-  ],
-  ids=str,
-)
+DECODED = [
+  (("llama", {}), (1, 1, 1), (1, 1)),
+  (NINE, (1, 4, 1), (1, 4)),
+  (NINE, (2, 4, 1), (1, 2)),
+  (FOURTEEN, (1, 8, 1), (1, 8)),
+  (("gemma2", {}), (1, 2, 1), (1, 1)),
+  (("gemma3", {}), (2, 2, 1), (2, 2)),
+  (("phi3_longrope", {}), (1, 1, 1), (1, 1)),
+  (("olmo2", {}), (1, 8, 1), (1, 8)),
+  (("qwen3_moe", {}), (2, 4, 2), (2, 2)),
+  (("deepseek_v2", {}), (1, 4, 2), (1, 2)),
+  (("deepseek_v3", {}), (2, 2, 1), (2, 1)),
+]
+SLOW_DECODED = [
+  pytest.param((name, {}), mesh, (1, 2), marks=pytest.mark.slow, id=f"{name}-{mesh}")
+  for name in sorted(FAMILIES)
+  for mesh in ((1, 2, 1), (2, 2, 2))
+]
+
+
+@pytest.mark.parametrize("model,mesh,generation", DECODED + SLOW_DECODED, ids=str)
 def test_prefill_and_decode_equal_the_full_forward(model, mesh, generation, tmp_path):
   torch_model(model[0], tmp_path, **model[1])
-  model, params, layout = build(tmp_path, mesh)
-  tokens = random_tokens(2, 12, seed=1)
+  # 36 positions: past the windows of 24; ropes as for 200.
+  model, params, layout = build(tmp_path, mesh, length=200)
+  tokens, prompt = random_tokens(4, 36, seed=1), 31
   expected = logits_of(model, params, layout, tokens)
   target = weights_lib.generation_layout(
     model.spec, mesh_lib.generation_mesh(layout.train.mesh, generation)
   )
-  heads = weights_lib.plan_heads(model.spec, target.mesh)
-  model = decoder.Decoder(model.spec, jnp.float32, "xla", target.constrain, heads=heads)
+  model = decoder.Decoder(
+    model.spec,
+    jnp.float32,
+    "xla",
+    target.constrain,
+    heads=weights_lib.plan_heads(model.spec, target.mesh),
+    stages=generation[0],
+    mixture=sharded_mixture(target, model.spec),
+  )
   switch = hybrid.HybridEngine(layout, target)
   weights, version = switch.to_generation(jax.jit(layout.prepare)(params))
+  switch.verify()
   assert version == 1
-  hidden, caches = jax.jit(model.prefill)(weights, tokens[:, :5])
-  pad = lambda kv: jnp.pad(kv, ((0, 0), (0, 7), (0, 0), (0, 0)))
-  caches = [(pad(k), pad(v)) for k, v in caches]
-  assert caches[0][0].shape[2] == heads.slots
-  last, decode = hidden[:, -1], jax.jit(model.decode)
-  for t in range(5, 12):
-    got = jax.jit(model.logits)(weights, last)[:, :131]
-    np.testing.assert_allclose(got, expected[:, t - 1], atol=2e-5)
-    last, caches = decode(weights, tokens[:, t], np.full((2,), t, np.int32), caches)
+  hidden, caches = jax.jit(model.prefill)(weights, tokens[:, :prompt])
+  assert [x.shape[-2:] for x in caches[-1]] == model.cache_dims()
+  pads = lambda x: [(0, 5 * (axis == x.ndim - 3)) for axis in range(x.ndim)]
+  caches = jax.tree.map(lambda x: jnp.pad(x, pads(x)), caches)
+  last, decode, logits = hidden[:, -1], jax.jit(model.decode), jax.jit(model.logits)
+  for t in range(prompt, 36):
+    np.testing.assert_allclose(
+      logits(weights, last)[:, :VOCAB],
+      expected[:, t - 1],
+      atol=2e-5 * max(1, np.abs(expected).max()),
+    )
+    last, caches = decode(weights, tokens[:, t], np.full((4,), t, np.int32), caches)
