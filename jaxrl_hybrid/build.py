@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.inspection import Plan, make_algorithm
 from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.adapters import HEAD
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.hf.load import load_params
+from jaxrl_hybrid.models.hf.peft import save_adapters
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import attention
 from jaxrl_hybrid.parallel import abstract
 from jaxrl_hybrid.parallel import weights as weights_lib
+from jaxrl_hybrid.parallel.adapters import AdapterLayout, Merger
 from jaxrl_hybrid.parallel.experts import sharded_mixture
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
@@ -31,19 +35,20 @@ from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import make_recorder
 from jaxrl_hybrid.workers.actor import Actor, ActorSettings
+from jaxrl_hybrid.workers.adapted import Frozen
 from jaxrl_hybrid.workers.chunks import Chunks
 from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
 from jaxrl_hybrid.workers.reference import Reference
-from jaxrl_hybrid.workers.stores import Offload, shardings_of
+from jaxrl_hybrid.workers.stores import AnyLayout, Offload, shardings_of
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, algorithm = plan.config, make_algorithm(plan.config)
   recorder = make_recorder(run_dir, config)
-  actor = make_actor(plan, make_params(plan))
+  actor = _loaded_actor(plan)
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   step = processes.broadcast(step)
@@ -53,7 +58,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     actor=actor,
     reward=plan.reward,
     reference=make_reference(plan, actor),
-    critic=_loaded_critic(plan) if algorithm.needs_critic else None,
+    critic=_loaded_critic(plan, actor) if algorithm.needs_critic else None,
     kl_controller=KLController(
       kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
     ),
@@ -70,25 +75,33 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   return controller
 
 
-def make_actor(plan: Plan, params: Params) -> Actor:
-  """The actor; ``params`` may be shapes, to compile without computing."""
+def make_actor(plan: Plan, params: Params, frozen: Frozen | None = None) -> Actor:
+  """The actor.
+
+  Args:
+    plan: of the run.
+    params: stored ones, of the model or of its adapters; shapes, to compile without
+      computing.
+    frozen: the base of the adapters.
+  """
   config = plan.config
   schedule = learning_rate(config.actor.optim, _total_updates(plan))
   return Actor(
     make_train_decoder(plan),
     params,
-    weight_layout(plan),
+    trained_layout(plan),
     make_generator(plan),
     _actor_settings(config, plan.sizes),
     make_optimizer(config.actor.optim, schedule),
     schedule,
     clip_grad=config.actor.optim.clip_grad,
     where=offload_of(config),
+    frozen=frozen,
   )
 
 
-def make_critic(plan: Plan, params: Params) -> Critic:
-  """The critic; ``params`` may be shapes."""
+def make_critic(plan: Plan, params: Params, frozen: Frozen | None = None) -> Critic:
+  """The critic; arguments as of ``make_actor``."""
   config, sizes = plan.config, plan.sizes
   schedule = learning_rate(config.critic.optim, _total_updates(plan))
   settings = CriticSettings(
@@ -103,13 +116,31 @@ def make_critic(plan: Plan, params: Params) -> Critic:
   return Critic(
     make_train_decoder(plan, params_lib.VALUE),
     params,
-    weight_layout(plan, params_lib.VALUE),
+    trained_layout(plan, params_lib.VALUE),
     settings,
     make_optimizer(config.critic.optim, schedule),
     schedule,
     clip_grad=config.critic.optim.clip_grad,
     where=offload_of(config, everything=config.offload.critic),
+    frozen=frozen,
   )
+
+
+def planned_actor(plan: Plan) -> Actor:
+  """The actor on shapes: it compiles, but computes nothing."""
+  layout = trained_layout(plan)
+  frozen = Frozen(layout.abstract_frozen()) if plan.lora else None
+  return make_actor(plan, layout.abstract_params(), frozen)
+
+
+def planned_critic(plan: Plan, actor: Actor) -> Critic:
+  """The critic on shapes."""
+  config, layout, frozen = plan.config, trained_layout(plan, params_lib.VALUE), None
+  if plan.critic_lora and config.critic.share_base:
+    frozen = actor.state.store.frozen.share()
+  elif plan.critic_lora:
+    frozen = Frozen(layout.abstract_frozen(), on_host=config.offload.critic)
+  return make_critic(plan, layout.abstract_params(), frozen)
 
 
 def make_reference(plan: Plan, actor: Actor) -> Reference | None:
@@ -119,9 +150,12 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
     return None
   if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
     logging.warning("the KL to the reference is both in the reward and in the loss")
-  weights = actor.state.weights
-  if offload_of(config).streams and not config.offload.reference:
-    weights = _copy(weights)  # streamed updates write into the actor's
+  if plan.lora:
+    weights = actor.state.store.frozen.weights
+  else:
+    weights = actor.state.weights
+    if offload_of(config).streams and not config.offload.reference:
+      weights = _copy(weights)  # streamed updates write into the actor's
   return Reference(
     make_train_decoder(plan),
     weights,
@@ -130,6 +164,7 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
     chunk=config.model.logprob_chunk,
     micro_rows=plan.sizes.micro_sequences,
     on_host=config.offload.reference,
+    shared=plan.lora is not None,
   )
 
 
@@ -152,13 +187,20 @@ def weight_layout(plan: Plan, head: str = params_lib.LM) -> WeightLayout:
   )
 
 
+def trained_layout(plan: Plan, head: str = params_lib.LM) -> AnyLayout:
+  """How what is trained lies on the mesh: the parameters, or the adapters."""
+  lora = plan.lora if head == params_lib.LM else plan.critic_lora
+  layout = weight_layout(plan, head)
+  return layout if lora is None else AdapterLayout(layout, lora)
+
+
 def make_train_decoder(plan: Plan, head: str = params_lib.LM) -> Decoder:
   """The model as training programs run it."""
   layout = weight_layout(plan, head)
   return dataclasses.replace(
     _decoder(plan, plan.train_layout),
     heads=layout.heads,
-    use=layout.use,
+    use=trained_layout(plan, head).use,
     stages=layout.stages,
     microbatches=plan.sizes.pipeline_microbatches,
   )
@@ -186,9 +228,9 @@ def make_params(
 
 
 def restore_actor_params(plan: Plan, checkpoints: Checkpoints, step: int) -> Params:
-  """The actor's fp32 parameters of a checkpoint as one tree."""
+  """What a checkpoint's actor has trained, as one tree."""
   layout, where, path = (
-    weight_layout(plan),
+    trained_layout(plan),
     offload_of(plan.config),
     ("actor", "params"),
   )
@@ -198,9 +240,27 @@ def restore_actor_params(plan: Plan, checkpoints: Checkpoints, step: int) -> Par
   return chunks.join(checkpoints.restore_part(step, path, chunks.shapes()))
 
 
+def full_params(plan: Plan, trained: Params) -> Params:
+  """The actor's fp32 parameters, adapters merged into those of the base."""
+  if plan.lora is None:
+    return trained
+  return adapting.merge(trained_layout(plan), make_params(plan), trained)
+
+
+def export_adapters(plan: Plan, trained: Params, out_dir: Path) -> None:
+  """Writes the actor's adapters as PEFT does."""
+  lora, source = plan.lora, plan.source
+  save_adapters(trained, source.spec, lora, out_dir, base=source.path)
+
+
 def make_weights(plan: Plan) -> Params:
   """The actor's weights alone, for generation without training."""
-  return jax.jit(weight_layout(plan).prepare)(make_params(plan))
+  params, path = make_params(plan), plan.config.model.lora.path
+  if path:
+    layout = trained_layout(plan)
+    adapters = adapting.fresh(layout, seed=plan.config.seed, path=path)
+    params = adapting.merge(layout, params, adapters)
+  return jax.jit(weight_layout(plan).prepare)(params)
 
 
 def make_generator(plan: Plan) -> Generator:
@@ -222,6 +282,7 @@ def make_generator(plan: Plan) -> Generator:
       sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p),
       mask_truncated=config.actor.mask_truncated,
     ),
+    None if plan.lora is None else Merger(trained_layout(plan)),
   )
 
 
@@ -272,9 +333,33 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   )
 
 
-def _loaded_critic(plan: Plan) -> Critic:
-  path = plan.config.critic.path or None
-  return make_critic(plan, make_params(plan, params_lib.VALUE, path))
+def _loaded_actor(plan: Plan) -> Actor:
+  params = make_params(plan)
+  if plan.lora is None:
+    return make_actor(plan, params)
+  layout = trained_layout(plan)
+  frozen = Frozen(adapting.freeze(layout, params))
+  path = plan.config.model.lora.path
+  return make_actor(
+    plan, adapting.fresh(layout, seed=plan.config.seed, path=path), frozen
+  )
+
+
+def _loaded_critic(plan: Plan, actor: Actor) -> Critic:
+  config, value = plan.config, params_lib.VALUE
+  if plan.critic_lora is None:
+    return make_critic(plan, make_params(plan, value, config.critic.path or None))
+  layout, head = trained_layout(plan, value), None
+  if config.critic.share_base:
+    frozen = actor.state.store.frozen.share()
+  else:
+    params = make_params(plan, value, config.critic.path or None)
+    head = params[HEAD]
+    frozen = Frozen(adapting.freeze(layout, params), on_host=config.offload.critic)
+  adapters = adapting.fresh(
+    layout, seed=config.seed + 1, path=config.critic.lora.path, head=head
+  )
+  return make_critic(plan, adapters, frozen)
 
 
 def _total_updates(plan: Plan) -> int:

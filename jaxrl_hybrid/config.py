@@ -32,6 +32,14 @@ def base() -> ConfigDict:
     warmup_steps=0,
     min_lr_ratio=0.0,
   )
+  lora = lambda: dict(
+    rank=0,  # 0: no adapters, everything is trained
+    alpha=32.0,  # scale alpha / rank
+    dropout=0.0,
+    targets=("all-linear",),  # or HF names of projections: ("q_proj", "v_proj")
+    rslora=False,  # scale alpha / sqrt(rank)
+    path="",  # PEFT directory to start from; brings rank, alpha, targets, rslora
+  )
   config = ConfigDict(
     dict(
       seed=0,
@@ -62,8 +70,9 @@ def base() -> ConfigDict:
         dtype="float16",
         attention="auto",  # auto | xla | cudnn
         remat="full",  # none | full | stage (pp > 1: each pipeline tick as well)
-        logprob_chunk=512,
-      ),  # positions whose logits exist at a time
+        logprob_chunk=512,  # positions whose logits exist at a time
+        lora=lora(),  # of the actor
+      ),
       data=dict(
         train_files=(),
         eval_files=(),
@@ -117,7 +126,14 @@ def base() -> ConfigDict:
         ppo_epochs=1,
         optim=optim(1e-6),
       ),
-      critic=dict(path="", cliprange_value=0.5, warmup=0, optim=optim(1e-5)),
+      critic=dict(
+        path="",
+        share_base=False,  # adapters and value head on the actor's frozen weights
+        cliprange_value=0.5,
+        warmup=0,
+        lora=lora(),
+        optim=optim(1e-5),
+      ),
       trainer=dict(
         total_steps=100,
         run_dir="",  # empty: runs/<config>-<time>
@@ -221,6 +237,7 @@ def validate(config: ConfigDict) -> Sizes:
   checks.check_mesh(config)
   checks.check_rewards(config)
   checks.check_algorithm(config)
+  checks.check_lora(config)
   return _check_batch(config)
 
 

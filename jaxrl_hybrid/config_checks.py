@@ -152,6 +152,45 @@ def check_algorithm(config: ConfigDict) -> None:
     )
 
 
+def check_lora(config: ConfigDict) -> None:
+  """Adapters, and what they make pointless or impossible."""
+  for key in ("model.lora", "critic.lora"):
+    _require(config, f"{key}.rank", lambda v: v >= 0, ">= 0 (0: no adapters)")
+    _require(config, f"{key}.alpha", lambda v: 0 < v < math.inf, "> 0 and finite")
+    _require(config, f"{key}.dropout", lambda v: 0 <= v < 1, "in [0, 1)")
+    _require(config, f"{key}.targets", _is_names, "names such as ('q_proj',)")
+  if has_lora(config.model.lora) and config.offload.reference:
+    raise ConfigError(
+      "offload.reference: expected False with model.lora, got True: the reference is "
+      "the actor's own frozen base and takes no memory"
+    )
+  if config.critic.share_base:
+    _check_shared(config)
+
+
+def has_lora(section: ConfigDict) -> bool:
+  """Whether a ``lora`` section asks for adapters."""
+  return section.rank > 0 or bool(section.path)
+
+
+def _check_shared(config: ConfigDict) -> None:
+  for key in ("model.lora", "critic.lora"):
+    if not has_lora(get(config, key)):
+      raise ConfigError(
+        f"critic.share_base: the base must be frozen for both; expected {key}.rank > 0 "
+        f"or {key}.path, got neither"
+      )
+  if config.critic.path:
+    raise ConfigError(
+      "critic.path: expected none with critic.share_base (the base is model.path), "
+      f"got {config.critic.path!r}; for adapters to start from use critic.lora.path"
+    )
+
+
+def _is_names(value: Any) -> bool:
+  return len(value) > 0 and all(isinstance(name, str) for name in value)
+
+
 def get(config: ConfigDict, key: str) -> Any:
   """The value at a dotted key."""
   for part in key.split("."):

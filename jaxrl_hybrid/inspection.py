@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl_hybrid import adapting, model_source
 from jaxrl_hybrid import config as config_lib
-from jaxrl_hybrid import model_source
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data import files
 from jaxrl_hybrid.data import prompts as prompts_lib
@@ -19,6 +19,8 @@ from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.adapters import LoraSpec
 from jaxrl_hybrid.models.params import num_params
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights
@@ -45,6 +47,8 @@ class Plan:
   reward: RewardWorker
   train_layout: Layout
   generation_layout: Layout
+  lora: LoraSpec | None = None  # of the actor
+  critic_lora: LoraSpec | None = None
 
   def describe(self) -> str:
     """What the user should see before anything expensive starts."""
@@ -57,6 +61,8 @@ class Plan:
       f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "
       "generation_config)",
       *self.source.describe_rope(),
+      *adapting.describe("actor", self.lora, spec),
+      *adapting.describe("critic", self.critic_lora, spec),
       *self.source.ignored_sampling(),
       *([self.train_data.describe()] if self.train_data else []),
       f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
@@ -121,6 +127,12 @@ def inspect(
       model.spec, train_mesh, sequence_parallel=config.mesh.sequence_parallel
     ),
     generation_layout=weights.generation_layout(model.spec, generation_mesh),
+    lora=adapting.lora_spec(config, params_lib.LM, model.spec),
+    critic_lora=(
+      adapting.lora_spec(config, params_lib.VALUE, model.spec)
+      if algorithm.needs_critic
+      else None
+    ),
   )
 
 

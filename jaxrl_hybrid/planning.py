@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_hybrid import build, plan_model
 from jaxrl_hybrid.inspection import Plan, make_algorithm
-from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.adapters import is_adapted
 from jaxrl_hybrid.parallel import abstract, offload, topology
 from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.shapes import bucket
@@ -28,7 +28,6 @@ from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.generator import GREEDY
 from jaxrl_hybrid.workers.reference import Reference
-from jaxrl_hybrid.workers.stores import StreamedStore
 from jaxrl_hybrid.workers.training import TrainState, abstract_batch
 
 ACTOR_COLUMNS = ("advantages", "rollout_log_probs")
@@ -100,13 +99,13 @@ class Planner:
     config = plan.config
     self._length = config.data.max_prompt_length + config.data.max_response_length
     self._algorithm = make_algorithm(config)
-    shapes = lambda head: build.weight_layout(plan, head).abstract_params()
-    self.actor: Actor = build.make_actor(plan, shapes(params_lib.LM))
+    self.actor: Actor = build.planned_actor(plan)
     self.reference: Reference | None = build.make_reference(plan, self.actor)
     self.critic: Critic | None = None
     if self._algorithm.needs_critic:
-      self.critic = build.make_critic(plan, shapes(params_lib.VALUE))
-    self._generation = self.actor.generator.switch.copy(self.actor.state.weights)
+      self.critic = build.planned_critic(plan, self.actor)
+    self._plain = self.actor.generator.plain(self.actor.state.weights)
+    self._generation = self.actor.generator.switch.copy(self._plain)
 
   def report(self) -> Report:
     """Compiles everything; minutes for a large model."""
@@ -124,7 +123,8 @@ class Planner:
     copy = {"generation weights": self._generation_bytes()}
     switched = abstract.device_bytes(self._slot_of_generation())
     beyond = self._buffers("switch", self._lower_switch, switched)
-    yield self._phase("switch", copy | beyond)
+    merged = {"merged weights": self._merged_bytes()}
+    yield self._phase("switch", copy | merged | beyond)
     yield from self._generation_phases(copy)
     if self._needs_old_log_probs():
       yield self._scoring(
@@ -156,7 +156,7 @@ class Planner:
         found[f"{name} fp32 parameters"] = abstract.device_bytes(store.params)
         found[f"{name} moments"] = abstract.device_bytes(store.opt_state)
         found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
-    if self.reference:
+    if self.reference and not self.reference.shared:
       found["reference weights"] = abstract.device_bytes(self.reference.weights)
     return found
 
@@ -204,13 +204,9 @@ class Planner:
 
   def _visiting(self, name: str, weights: Any) -> Bytes:
     """Weights that are on the device for this phase only."""
-    resident = {"ref": self.reference, "values": self.critic}.get(name)
-    if resident is None:
-      return {}
-    held = resident.weights if name == "ref" else resident.state.store.held_weights
-    component = "reference weights" if name == "ref" else "critic weights"
-    size = abstract.device_bytes(weights) - abstract.device_bytes(held)
-    return {component: size}
+    if name == "ref":
+      return {"reference weights": abstract.host_bytes(self.reference.weights)}
+    return {}
 
   def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
     role = name.removeprefix("update_")
@@ -222,19 +218,14 @@ class Planner:
     )
     columns = {"tokens": np.int32, "mask": bool} | columns
     batch = abstract_batch(columns, shape, plan.train_layout)
-    held = abstract.device_bytes(state.store.held_weights)
-    visiting = {f"{role} weights": abstract.device_bytes(state.weights) - held}
     grads, metrics = state.gradient_shapes(batch)
     size = {"gradients": abstract.device_bytes(grads)}
     part = f"{name}: gradients"
     lower = functools.partial(state.lower, batch)
     beyond = self._buffers(part, lower, size["gradients"])
-    yield self._phase(part, visiting | size | beyond)
-    chunks = {}
-    if isinstance(state.store, StreamedStore):
-      chunks = {"optimizer chunks": state.store.visiting_bytes()}
-    elif held:
-      size |= {f"{role} weights": -held}  # made anew after the update
+    yield self._phase(part, size | beyond)
+    chunks = {"optimizer chunks": state.store.visiting_bytes()}
+    size |= {f"{role} weights": -abstract.device_bytes(state.store.renewed_weights)}
     part = f"{name}: optimizer"
     lower = functools.partial(state.store.lower_update, grads, metrics)
     yield self._phase(part, size | chunks | self._buffers(part, lower))
@@ -260,19 +251,25 @@ class Planner:
     return {BUFFERS: memory["temp"] + memory["output"] - memory["alias"] - counted}
 
   def _lower_switch(self) -> jax.stages.Lowered:
-    layers = self.actor.state.weights["layers"]
-    return self.actor.generator.switch.switch_slot.lower(layers, jnp.int32(0))
+    switch, layers = self.actor.generator.switch, self._plain["layers"]
+    return switch.switch_slot.lower(layers, jnp.int32(0))
 
   def _slot_of_generation(self) -> Any:
     """What one call of the switch's program makes, a part of the copy."""
-    switch, layers = self.actor.generator.switch, self.actor.state.weights["layers"]
+    switch, layers = self.actor.generator.switch, self._plain["layers"]
     return abstract.call(switch.switch_slot, layers, jnp.int32(0))
 
   def _generation_bytes(self) -> int:
     return abstract.device_bytes(self._generation)
 
   def _switch_bytes(self) -> int:
-    return self._generation_bytes() - abstract.device_bytes(self.actor.state.weights)
+    return self._generation_bytes() - abstract.device_bytes(self._plain)
+
+  def _merged_bytes(self) -> int:
+    """Weights that exist for the switch only: kernels with their adapters."""
+    weights = jax.tree.leaves(self.actor.state.weights, is_leaf=is_adapted)
+    kernels = [x.value for x in weights if is_adapted(x)]
+    return abstract.device_bytes(kernels)
 
   def _host_bytes(self) -> int:
     trees = [self.reference.weights] if self.reference else []

@@ -41,8 +41,11 @@ def main(argv: Sequence[str]) -> None:
   finally:
     controller.recorder.close()
   if config.trainer.export_hf:
+    trained = controller.actor.state.store.whole_params()
+    if plan.lora:
+      build.export_adapters(plan, trained, run_dir / "adapter")
     export_hf(
-      controller.actor.state.store.whole_params(),
+      build.full_params(plan, trained),
       plan.source.spec,
       run_dir / "hf",
       hf_config=plan.source.hf_config,

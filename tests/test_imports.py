@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 # Each layer may import itself and those after it.
 LAYERS = [
-  {"controller", "build", "inspection", "model_source", "evaluation", "cli"}
+  {"controller", "build", "adapting", "inspection", "model_source", "evaluation", "cli"}
   | {"config", "config_checks", "config_reader", "train", "evaluate", "export"}
   | {"plan", "plan_model", "plan_report", "planning"},
   {"workers", "data", "rewards", "runtime"},

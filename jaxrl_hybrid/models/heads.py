@@ -82,7 +82,10 @@ def plan_heads(heads: int, kv_heads: int, tp: int, *, norms: bool = False) -> He
 
 
 def pad_heads(layers: dict, plan: HeadPlan, head_dim: int) -> dict:
-  """Attention projections of stacked layers, as ``plan`` wants them."""
+  """Attention projections of stacked layers, as ``plan`` wants them.
+
+  Some projections may be absent.
+  """
   if not plan.pads_weights:
     return layers
   return _rearrange(layers, plan, lambda x, n, source: _take(x, source, head_dim))
@@ -128,8 +131,10 @@ def _rearrange(
   if plan.norms:
     moved += [("q_norm", query), ("k_norm", slot)]
   for name, of_heads in moved:
-    attn[name] = {key: of_heads(leaf) for key, leaf in attn[name].items()}
-  attn["o"] = {**attn["o"], "kernel": query(attn["o"]["kernel"])}
+    if name in attn:
+      attn[name] = {key: of_heads(leaf) for key, leaf in attn[name].items()}
+  if "o" in attn:
+    attn["o"] = {**attn["o"], "kernel": query(attn["o"]["kernel"])}
   return {**layers, "attn": attn}
 
 

@@ -6,11 +6,13 @@ between the two about eight times smaller (compare Qi et al. 2025,
 arXiv:2510.26788). Gradients need bfloat16's range. So activations are fp32
 between products, each product rounds its operands to ``dtype``, and its
 backward pass rounds them to bfloat16; float32 is left alone in both.
-Weights are arrays, or a ``Kernel`` whose gradient is fp32 whatever it holds.
+Weights are arrays, a ``Kernel`` whose gradient is fp32 whatever it holds, or
+``Composite``.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import re
@@ -43,7 +45,15 @@ class Kernel:
   seed: jax.Array | None = None
 
 
-Weight = jax.Array | Kernel
+class Composite(abc.ABC):
+  """A weight made of several arrays, which knows its own product."""
+
+  @abc.abstractmethod
+  def product(self, x: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+    """As the function ``product``."""
+
+
+Weight = jax.Array | Kernel | Composite
 
 
 @jax.custom_vjp
@@ -104,9 +114,17 @@ def product(x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype) -> ja
     equation: einsum of two operands, every index in exactly two of the terms.
     dtype: float32, bfloat16 or float16.
   """
+  if isinstance(kernel, Composite):
+    return kernel.product(x, equation, dtype)
   if isinstance(kernel, Kernel):
     return _product(x, kernel.value, kernel.slot, equation, dtype)
   return _product(x, kernel, None, equation, dtype)
+
+
+def terms(equation: str) -> tuple[str, str, str]:
+  """The indices of (activations, weight, result) of an equation."""
+  of_x, of_kernel, of_out = re.split("[,>]", equation.replace("->", ">"))
+  return of_x, of_kernel, of_out
 
 
 def lookup(table: Weight, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -132,7 +150,7 @@ def _forward(x, kernel, slot, equation, dtype):
 def _backward(equation, dtype, residuals, cotangent):
   x, kernel, slot = residuals
   low = backward_dtype(dtype)
-  of_x, of_kernel, of_out = re.split("[,>]", equation.replace("->", ">"))
+  of_x, of_kernel, of_out = terms(equation)
   cotangent = cotangent.astype(low)
   dx = jnp.einsum(f"{of_out},{of_kernel}->{of_x}", cotangent, kernel.astype(low))
   dkernel = jnp.einsum(

@@ -15,12 +15,12 @@ import optax
 from jaxrl_hybrid.algorithms import kl, losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
+from jaxrl_hybrid.workers.adapted import Frozen
 from jaxrl_hybrid.workers.generator import Generator
 from jaxrl_hybrid.workers.scoring import Scorer
-from jaxrl_hybrid.workers.stores import RESIDENT, Offload
+from jaxrl_hybrid.workers.stores import RESIDENT, AnyLayout, Offload
 from jaxrl_hybrid.workers.training import (
   Maxima,
   TrainState,
@@ -71,7 +71,7 @@ class Actor:
     self,
     decoder: Decoder,
     params: Params,
-    layout: WeightLayout,
+    layout: AnyLayout,
     generator: Generator,
     settings: ActorSettings,
     optimizer: optax.GradientTransformation,
@@ -79,6 +79,7 @@ class Actor:
     *,
     clip_grad: float = math.inf,
     where: Offload = RESIDENT,
+    frozen: Frozen | None = None,
   ):
     self.state = TrainState(
       params,
@@ -87,6 +88,8 @@ class Actor:
       _make_loss(decoder, settings),
       clip_grad=clip_grad,
       where=where,
+      frozen=frozen,
+      seed=settings.seed,
     )
     self._schedule = schedule
     self.generator = generator

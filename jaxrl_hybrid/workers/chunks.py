@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import abstract
+from jaxrl_hybrid.parallel.adapters import AdapterLayout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 
 
@@ -20,7 +21,7 @@ class Chunks:
   Group j holds layers ``j g ... j g + g - 1`` of every pipeline stage.
   """
 
-  def __init__(self, layout: WeightLayout, layers_per_chunk: int):
+  def __init__(self, layout: WeightLayout | AdapterLayout, layers_per_chunk: int):
     """
     Args:
       layout: of the parameters.

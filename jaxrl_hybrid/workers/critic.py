@@ -11,11 +11,11 @@ import optax
 from jaxrl_hybrid.algorithms import losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers import rows
+from jaxrl_hybrid.workers.adapted import Frozen
 from jaxrl_hybrid.workers.scoring import Scorer
-from jaxrl_hybrid.workers.stores import RESIDENT, Offload
+from jaxrl_hybrid.workers.stores import RESIDENT, AnyLayout, Offload
 from jaxrl_hybrid.workers.training import TrainState, masked, mini_batches, summarize
 
 
@@ -39,13 +39,14 @@ class Critic:
     self,
     decoder: Decoder,
     params: Params,
-    layout: WeightLayout,
+    layout: AnyLayout,
     settings: CriticSettings,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     clip_grad: float = math.inf,
     where: Offload = RESIDENT,
+    frozen: Frozen | None = None,
   ):
     self.state = TrainState(
       params,
@@ -54,6 +55,8 @@ class Critic:
       _make_loss(decoder, settings),
       clip_grad=clip_grad,
       where=where,
+      frozen=frozen,
+      seed=settings.seed,
     )
     self._schedule = schedule
     self._settings = settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,16 +30,33 @@ class RolloutSettings:
 
 
 class Generator:
-  """The layout switch, the engine, and the weights that it currently holds."""
+  """The layout switch, the engine, and the weights that it currently holds.
 
-  def __init__(self, switch: HybridEngine, engine: Engine, settings: RolloutSettings):
-    self.switch, self.engine = switch, engine
+  Args:
+    switch: from the training to the generation layout.
+    engine: generates.
+    settings: of every rollout.
+    merge: makes plain weights of those with adapters; None: they are plain.
+  """
+
+  def __init__(
+    self,
+    switch: HybridEngine,
+    engine: Engine,
+    settings: RolloutSettings,
+    merge: Callable[[Params], Params] | None = None,
+  ):
+    self.switch, self.engine, self._merge = switch, engine, merge
     self.settings = settings
     self._weights: Params | None = None
 
   def drop_weights(self) -> None:
     """Forgets the generation copy: the training weights have changed."""
     self._weights = None
+
+  def plain(self, weights: Params) -> Params:
+    """What the switch takes; ``weights`` may be shapes."""
+    return weights if self._merge is None else self._merge(weights)
 
   def generate(
     self, weights: Params, prompts: Sequence[Prompt], *, greedy: bool = False
@@ -55,7 +72,7 @@ class Generator:
     settings = self.settings
     n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
     if self._weights is None:
-      self._weights, _ = self.switch.to_generation(weights)
+      self._weights, _ = self.switch.to_generation(self.plain(weights))
     out = self.engine.generate(
       self._weights,
       [p.ids for p in prompts],

@@ -6,6 +6,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
+from jaxrl_hybrid.models import adapters
 from jaxrl_hybrid.models.params import Params
 
 
@@ -50,5 +51,5 @@ def make_optimizer(
 
 def _decays(params: Params) -> Params:
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key == "kernel", params
+    lambda path, _: path[-1].key in ("kernel", adapters.A, adapters.B), params
   )

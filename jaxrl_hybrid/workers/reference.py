@@ -21,6 +21,7 @@ class Reference:
     chunk: positions whose logits exist at a time.
     micro_rows: rows per micro-batch, over all batch shards.
     on_host: keep the weights in host memory between uses.
+    shared: the weights are the base of the actor's adapters, and stay so.
   """
 
   def __init__(
@@ -33,7 +34,9 @@ class Reference:
     chunk: int,
     micro_rows: int,
     on_host: bool = False,
+    shared: bool = False,
   ):
+    self.shared = shared
     self._on_host = on_host
     self.weights = offload.to_host(weights) if on_host else weights
     self.log_probs = Scorer(

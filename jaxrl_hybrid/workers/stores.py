@@ -19,6 +19,7 @@ import optax
 
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import abstract, offload
+from jaxrl_hybrid.parallel.adapters import AdapterLayout
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.parallel.weights import WeightLayout
 from jaxrl_hybrid.workers.chunks import Chunks, outside
@@ -47,16 +48,19 @@ class Offload:
 
 
 RESIDENT = Offload()
+AnyLayout = WeightLayout | AdapterLayout
 
 
 class Store(Protocol):
   """Stored parameters, moments, and the weights made from them.
 
-  ``weights`` are on the device; ``held_weights`` is where they are now.
+  ``weights`` are on the device; ``held_weights`` is where they are now;
+  ``renewed_weights`` are those that are not there while an update makes new ones.
   """
 
   weights: Params
   held_weights: Params
+  renewed_weights: Params
   params: Any
   opt_state: Any
 
@@ -83,7 +87,7 @@ class ResidentStore:
     self,
     params: Params,
     optimizer: optax.GradientTransformation,
-    layout: WeightLayout,
+    layout: AnyLayout,
     clip_grad: float,
   ):
     self._params = params
@@ -132,6 +136,11 @@ class ResidentStore:
     """Always on the device."""
     return self.weights
 
+  @property
+  def renewed_weights(self) -> Params:
+    """All of them."""
+    return self.weights
+
   def rest(self) -> None:
     """Nothing: weights stay."""
 
@@ -151,7 +160,7 @@ class StreamedStore:
     self,
     params: Params,
     optimizer: optax.GradientTransformation,
-    layout: WeightLayout,
+    layout: AnyLayout,
     clip_grad: float,
     where: Offload,
   ):
@@ -167,7 +176,9 @@ class StreamedStore:
       chunk = self._chunks.split(params, i)
       shardings = opt_shardings(optimizer, chunk, layout.train)
       init = jax.jit(optimizer.init, out_shardings=shardings)
-      moments = abstract.call(init, chunk)
+      # Adapters may have nothing outside of the layers: ask the whole tree.
+      planned = abstract.is_abstract(params)
+      moments = jax.eval_shape(init, chunk) if planned else init(chunk)
       if i < 2:  # the layer groups are alike
         self._compile(i, chunk, shardings, optimizer, clip_grad)
       self._params.append(self._park(chunk, where.params))
@@ -269,6 +280,11 @@ class StreamedStore:
   def held_weights(self) -> Params:
     """On the host or on the device."""
     return self._weights
+
+  @property
+  def renewed_weights(self) -> Params:
+    """None: updates write into them."""
+    return {}
 
   def lower_update(self, grads: Params, metrics: Any) -> jax.stages.Lowered:
     """The update of one group of layers ahead of time."""

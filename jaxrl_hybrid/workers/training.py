@@ -15,9 +15,10 @@ from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
-from jaxrl_hybrid.parallel.weights import WeightLayout
+from jaxrl_hybrid.workers.adapted import AdaptedStore, Frozen
 from jaxrl_hybrid.workers.stores import (
   RESIDENT,
+  AnyLayout,
   Offload,
   ResidentStore,
   Store,
@@ -28,6 +29,7 @@ from jaxrl_hybrid.workers.stores import (
 # it a plain sum.
 Means = dict[str, tuple[jax.Array, jax.Array]]
 Maxima = dict[str, jax.Array]
+DROPOUT = "dropout"  # of a batch: uint32 [A], a seed for each micro-batch
 # (params, micro-batch, totals) -> (this micro-batch's share of the loss, metrics)
 LossFn = Callable[[Params, dict, reduce.Totals], tuple[jax.Array, tuple[Means, Maxima]]]
 
@@ -42,23 +44,28 @@ class TrainState:
     self,
     params: Params,
     optimizer: optax.GradientTransformation,
-    layout: WeightLayout,
+    layout: AnyLayout,
     loss_fn: LossFn,
     *,
     clip_grad: float = math.inf,
     where: Offload = RESIDENT,
+    frozen: Frozen | None = None,
+    seed: int = 0,
   ):
     """
     Args:
-      params: stored parameters (``WeightLayout.stored``).
+      params: stored parameters (``WeightLayout.stored``), or stored adapters.
       optimizer: works on each leaf by itself.
       layout: of parameters and weights.
       loss_fn: of the weights.
       clip_grad: largest global norm of a gradient.
       where: what lives in host memory.
+      frozen: what adapters belong to, with an ``AdapterLayout``.
+      seed: of dropout, together with the number of the update.
     """
     self.updates = 0
-    self._layout = layout
+    self._layout, self._seed = layout, seed
+    self._drops = frozen is not None and layout.lora.dropout > 0
     self.gradients = jax.jit(
       _make_gradients(layout, loss_fn), out_shardings=(None, layout.train.replicated)
     )
@@ -67,6 +74,8 @@ class TrainState:
       self.store = StreamedStore(params, optimizer, layout, clip_grad, where)
     else:
       self.store = ResidentStore(params, optimizer, layout, clip_grad)
+    if frozen is not None:
+      self.store = AdaptedStore(self.store, frozen, layout)
 
   @property
   def weights(self) -> Params:
@@ -75,7 +84,7 @@ class TrainState:
 
   def lower(self, batch: dict[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
     """The gradient program ahead of time."""
-    return self.gradients.lower(self.store.weights, batch)
+    return self.gradients.lower(self.store.weights, batch | self._seeds(batch))
 
   def gradient_shapes(self, batch: dict[str, jax.ShapeDtypeStruct]) -> Any:
     """(gradients, metrics) of a batch as shapes with shardings."""
@@ -87,11 +96,19 @@ class TrainState:
 
   def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics."""
-    batch = place(packed, self._layout.train)
+    batch = place(packed, self._layout.train) | self._seeds(packed)
     grads, metrics = self.gradients(self.store.weights, batch)
     self.store.apply(grads, metrics)
     self.updates += 1
     return lambda: {k: float(v) for k, v in multihost.fetch(metrics).items()}
+
+  def _seeds(self, batch: dict[str, Any]) -> dict[str, Any]:
+    """Of each micro-batch of the next update, or nothing without dropout."""
+    if not self._drops:
+      return {}
+    source = np.random.SeedSequence((self._seed, self.updates))
+    seeds_A = source.generate_state(batch["mask"].shape[0], np.uint32)
+    return {DROPOUT: multihost.put(seeds_A, self._layout.train.replicated)}
 
 
 def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
@@ -148,7 +165,7 @@ def _mean(values: list[float]) -> float:
   return sum(values) / len(values)
 
 
-def _make_gradients(layout: WeightLayout, loss_fn: LossFn) -> Any:
+def _make_gradients(layout: AnyLayout, loss_fn: LossFn) -> Any:
   """(weights, [A, B, T] batch) -> gradients of the stored parameters, metrics."""
 
   def gradients(weights: Params, batch: dict[str, jax.Array]) -> Any:
@@ -156,7 +173,8 @@ def _make_gradients(layout: WeightLayout, loss_fn: LossFn) -> Any:
 
     def accumulate(grads, micro):
       loss_of = lambda trainable: loss_fn(trainable, micro, total)
-      value, grads = layout.value_and_grad(loss_of, weights, grads)
+      seed = {"seed": micro[DROPOUT]} if DROPOUT in micro else {}
+      value, grads = layout.value_and_grad(loss_of, weights, grads, **seed)
       return grads, value
 
     zeros = layout.zeros(weights)
