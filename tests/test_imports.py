@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 LAYERS = [
   {"controller", "build", "adapting", "inspection", "model_source", "evaluation", "cli"}
   | {"config", "config_checks", "config_reader", "train", "evaluate", "export"}
-  | {"plan", "plan_model", "plan_report", "planning"},
+  | {"plan", "plan_model", "plan_report", "planning", "tools"},
   {"workers", "data", "rewards", "runtime"},
   {"rollout", "parallel", "models"},
   {"ops", "algorithms", "types", "errors", "shapes"},
