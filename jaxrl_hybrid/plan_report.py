@@ -146,12 +146,14 @@ def make(argv: Sequence[str], gpu: str, per_node: int) -> PlanReport:
   described = topology.GPUS[gpu]
   if reason:
     jax.config.update("jax_num_cpu_devices", count)
-    devices, context = None, contextlib.nullcontext()
+    devices = None
   else:
     nodes = -(-count // per_node)
     devices = topology.devices(gpu, nodes, min(per_node, count))
-    context = deviceless_cudnn.answering_for(described.compute_capability)
-  with context:
+  with contextlib.ExitStack() as stack:
+    if not reason:
+      stack.enter_context(topology.lowering_for(described))
+      stack.enter_context(deviceless_cudnn.answering_for(described.compute_capability))
     plan = inspection.inspect(config, training=False, devices=devices)
     report = Planner(plan, estimate=bool(reason)).report()
   note = f"not compiled for the GPU ({reason}): {plan_model.NOTE}" if reason else ""

@@ -8,6 +8,7 @@ and reads ``memory(...)`` of what ``compile`` returns.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -46,15 +47,37 @@ class Gpu:
   flops: float  # peak of dense bf16, per second
   compute_capability: tuple[int, int]
   target: str  # file in gpus/, XLA's description of the device
+  kind: str  # as Pallas knows it
+  cores: int
 
 
 _MIB = 2**20
 GPUS: dict[str, Gpu] = {
   gpu.name: gpu
   for gpu in (
-    Gpu("a100-80gb", 81_920 * _MIB, 2.039e12, 312e12, (8, 0), "a100_80gb.txtpb"),
-    Gpu("h100-80gb", 81_559 * _MIB, 3.352e12, 989e12, (9, 0), "h100_80gb.txtpb"),
-    Gpu("h200", 143_771 * _MIB, 4.8e12, 989e12, (9, 0), "h200.txtpb"),
+    Gpu(
+      "a100-80gb",
+      81_920 * _MIB,
+      2.039e12,
+      312e12,
+      (8, 0),
+      "a100_80gb.txtpb",
+      "NVIDIA A100",
+      108,
+    ),
+    Gpu(
+      "h100-80gb",
+      81_559 * _MIB,
+      3.352e12,
+      989e12,
+      (9, 0),
+      "h100_80gb.txtpb",
+      "NVIDIA H100",
+      132,
+    ),
+    Gpu(
+      "h200", 143_771 * _MIB, 4.8e12, 989e12, (9, 0), "h200.txtpb", "NVIDIA H200", 132
+    ),
   )
 }
 
@@ -93,6 +116,13 @@ def devices(gpu: str, nodes: int, per_node: int) -> list[jax.Device]:
   if reason := available():
     raise TopologyError(f"cannot compile GPU programs: {reason}")
   return list(_devices(gpu, nodes, per_node))
+
+
+def lowering_for(gpu: Gpu) -> contextlib.AbstractContextManager[object]:
+  """Where programs with Pallas kernels are lowered for a GPU that is not there."""
+  device = jax.sharding.AbstractDevice(gpu.kind, gpu.cores, "gpu")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  return jax.sharding.use_abstract_mesh(mesh)
 
 
 @functools.lru_cache
