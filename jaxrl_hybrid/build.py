@@ -227,24 +227,27 @@ def make_params(
   return jax.jit(init, out_shardings=shardings)()
 
 
-def restore_actor_params(plan: Plan, checkpoints: Checkpoints, step: int) -> Params:
-  """What a checkpoint's actor has trained, as one tree."""
-  layout, where, path = (
-    trained_layout(plan),
-    offload_of(plan.config),
-    ("actor", "params"),
-  )
+def restore_trained(
+  plan: Plan, checkpoints: Checkpoints, step: int, head: str = params_lib.LM
+) -> Params:
+  """What the actor or (``VALUE``) the critic of a checkpoint has trained, whole."""
+  config, layout = plan.config, trained_layout(plan, head)
+  of_critic = head == params_lib.VALUE
+  where = offload_of(config, everything=of_critic and config.offload.critic)
+  path = ("critic" if of_critic else "actor", "params")
   if not where.streams:
     return checkpoints.restore_part(step, path, layout.abstract_params())
   chunks = Chunks(layout, where.layers_per_chunk)
   return chunks.join(checkpoints.restore_part(step, path, chunks.shapes()))
 
 
-def full_params(plan: Plan, trained: Params) -> Params:
-  """The actor's fp32 parameters, adapters merged into those of the base."""
-  if plan.lora is None:
+def full_params(plan: Plan, trained: Params, head: str = params_lib.LM) -> Params:
+  """fp32 parameters of actor or critic, adapters merged into those of the base."""
+  layout = trained_layout(plan, head)
+  if not isinstance(layout, AdapterLayout):
     return trained
-  return adapting.merge(trained_layout(plan), make_params(plan), trained)
+  own = plan.config.critic.path if head == params_lib.VALUE else ""
+  return adapting.merge(layout, make_params(plan, head, own or None), trained)
 
 
 def export_adapters(plan: Plan, trained: Params, out_dir: Path) -> None:

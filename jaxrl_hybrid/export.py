@@ -1,7 +1,9 @@
 """python -m jaxrl_hybrid.export --run_dir runs/NAME --out DIR [--step N]
 
 Writes a checkpoint's actor as an HF directory that transformers loads; adapters
-are merged, and with ``--adapter DIR`` also written as PEFT does.
+are merged, and with ``--adapter DIR`` also written as PEFT does. ``--role critic``
+writes the critic as a sequence classifier with one label: at each token its score
+is the value of the tokens up to there.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from pathlib import Path
 
 from jaxrl_hybrid import build, cli, config_reader, inspection
 from jaxrl_hybrid.errors import CheckpointError, ConfigError
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.families import load_hf_config
+from jaxrl_hybrid.models.hf.classifier import as_classifier
 from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
 from jaxrl_hybrid.runtime import launch, processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import CONFIG_FILE
+
+HEADS = {"actor": params_lib.LM, "critic": params_lib.VALUE}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(prog="jaxrl_hybrid.export", description=__doc__)
   parser.add_argument("--run_dir", type=Path, required=True)
   parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--role", choices=HEADS, default="actor")
   parser.add_argument("--adapter", type=Path, help="of a run with model.lora")
   parser.add_argument("--step", type=int, help="default: the last one")
   flags, rest = cli.split_flags(parser, argv)
@@ -38,21 +46,40 @@ def main(argv: Sequence[str]) -> None:
       f"{flags.run_dir} has no checkpoint; expected a run with trainer.save_freq > 0"
     )
   plan = inspection.inspect(config, training=False)
-  if flags.adapter and not plan.lora:
-    raise ConfigError("--adapter: expected a run with model.lora, this one has none")
-  trained = build.restore_actor_params(plan, checkpoints, step)
-  source = plan.source
+  _check(plan, flags)
+  head, source = HEADS[flags.role], plan.source
+  trained = build.restore_trained(plan, checkpoints, step, head)
   if flags.adapter:
     build.export_adapters(plan, trained, flags.adapter)
+  hf_config, source_dir = source.hf_config, source.path
+  if head == params_lib.VALUE:
+    source_dir = config.critic.path or source_dir
+    hf_config = load_hf_config(source_dir) if source_dir else hf_config
+    hf_config = as_classifier(hf_config, pad_token_id=source.tokenizer.pad_token_id)
   export_hf(
-    build.full_params(plan, trained),
+    build.full_params(plan, trained, head),
     source.spec,
     flags.out,
-    hf_config=source.hf_config,
+    hf_config=hf_config,
     tokenizer=source.tokenizer,
-    source_dir=source.path,
+    source_dir=source_dir,
   )
-  processes.say(f"exported step {step} of {flags.run_dir} to {flags.out}")
+  processes.say(
+    f"exported the {flags.role} of step {step} of {flags.run_dir} to {flags.out}"
+  )
+
+
+def _check(plan: inspection.Plan, flags: argparse.Namespace) -> None:
+  if flags.adapter and (flags.role != "actor" or not plan.lora):
+    raise ConfigError(
+      "--adapter: expected the actor of a run with model.lora, got the "
+      f"{flags.role} of one {'with' if plan.lora else 'without'}"
+    )
+  if flags.role == "critic" and not inspection.make_algorithm(plan.config).needs_critic:
+    raise ConfigError(
+      "--role critic: expected a run whose algorithm has a critic, got "
+      f"algorithm.name={plan.config.algorithm.name}"
+    )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from harness import (
 )
 from oracle import FAMILIES, torch_model
 
-from jaxrl_hybrid.models import decoder, families
+from jaxrl_hybrid.models import decoder
 from jaxrl_hybrid.models import spec as spec_lib
-from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
@@ -77,32 +76,6 @@ THREE_LAYERS = ("qwen3", {})
 def test_logits_on_a_mesh_that_divides_neither_heads_nor_layers(model, mesh, tmp_path):
   theirs = torch_model(model[0], tmp_path, **model[1])
   assert_logits_equal(theirs, build(tmp_path, mesh), random_tokens(4, 24))
-
-
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_bias"])
-@pytest.mark.parametrize("shard_bytes", [export.MAX_SHARD_BYTES, 40_000])
-def test_export_loads_in_transformers(name, shard_bytes, tmp_path):
-  theirs = torch_model(name, tmp_path / "in")
-  # 4 and 2 heads on tp = 8, 3 layers on pp = 2.
-  mesh = (2, 8, 1) if name == "qwen2" else (1, 1, 1)
-  model, params, _ = build(tmp_path / "in", mesh)
-  export.export_hf(
-    params,
-    model.spec,
-    tmp_path / "out",
-    hf_config=families.load_hf_config(tmp_path / "in"),
-    source_dir=tmp_path / "in",
-    max_shard_bytes=shard_bytes,
-  )
-  from transformers import AutoModelForCausalLM
-
-  again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-  tokens = np.arange(20)[None]
-  np.testing.assert_array_equal(hf_logits(again, tokens), hf_logits(theirs, tokens))
-  with load.Checkpoint(tmp_path / "in") as a, load.Checkpoint(tmp_path / "out") as b:
-    assert a.names() == b.names()
-    assert all(a.slice(n).get_dtype() == b.slice(n).get_dtype() for n in a.names())
-  assert (tmp_path / "out" / "generation_config.json").exists()
 
 
 DECODED = [

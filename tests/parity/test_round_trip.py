@@ -66,7 +66,13 @@ def read_json(directory, name="config.json"):
   return json.loads((directory / name).read_text())
 
 
-MESHES = {"phi3": (3, 2, 1), "deepseek_v3": (2, 2, 2), "qwen3_moe": (1, 4, 2)}
+# Of qwen2 4 and 2 heads on tp 8, 3 layers on pp 2.
+MESHES = {
+  "phi3": (3, 2, 1),
+  "qwen2": (2, 8, 1),
+  "deepseek_v3": (2, 2, 2),
+  "qwen3_moe": (1, 4, 2),
+}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

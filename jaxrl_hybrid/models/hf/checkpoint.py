@@ -51,10 +51,6 @@ class Checkpoint(contextlib.AbstractContextManager):
     """A whole tensor."""
     return self.tensors[name].read()
 
-  def slice(self, name: str) -> StoredTensor:
-    """A tensor, not read yet."""
-    return self.tensors[name]
-
   def _add(self, path: Path) -> None:
     file = TensorFile(path)
     self._stack.callback(file.close)

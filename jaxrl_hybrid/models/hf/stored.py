@@ -161,10 +161,6 @@ class StoredTensor:
     """Of a float tensor."""
     return jnp.dtype(FLOAT_DTYPES[self.kind])
 
-  def get_dtype(self) -> str:
-    """As the format spells it."""
-    return self.kind
-
   def row_bytes(self, axis: int = 1) -> int:
     """Bytes of a slice of all dims from ``axis`` on."""
     return math.prod(self.shape[axis:]) * self.dtype.itemsize
