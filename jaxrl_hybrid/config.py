@@ -120,6 +120,7 @@ def base() -> ConfigDict:
         use_kl_loss=False,
         kl_loss_coef=0.001,
         kl_loss_type="k3",
+        router_aux_loss_coef=0.0,  # load balance of experts, of each micro-batch
         mask_truncated=False,  # drop rows without EOS from the loss
         ppo_mini_batch_size=optional(int),  # in prompts; default: the batch
         ppo_micro_batch_size_per_device=optional(int),  # in sequences

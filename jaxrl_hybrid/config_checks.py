@@ -89,6 +89,7 @@ def check_ranges(config: ConfigDict) -> None:
     "actor.optim.min_lr_ratio",
     "critic.optim.min_lr_ratio",
     "actor.kl_loss_coef",
+    "actor.router_aux_loss_coef",
     "algorithm.kl_ctrl.kl_coef",
   ):
     _require(config, key, lambda v: 0 <= v < math.inf, ">= 0 and finite")
@@ -149,6 +150,12 @@ def check_algorithm(config: ConfigDict) -> None:
       f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
       f"and needs rollout.n >= 2, got {config.rollout.n}; set --config.rollout.n=8 "
       "or use --config.algorithm.name=ppo or remax"
+    )
+  if config.actor.router_aux_loss_coef and config.mesh.train[0] > 1:
+    raise ConfigError(
+      "actor.router_aux_loss_coef: expected 0 with pp > 1 (stages of a pipeline do not "
+      f"tell the load of their experts), got {config.actor.router_aux_loss_coef} and "
+      f"mesh.train={tuple(config.mesh.train)}"
     )
 
 

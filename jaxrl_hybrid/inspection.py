@@ -252,6 +252,11 @@ def _check_model(
       f"model.tokenizer has {known} tokens but the model's vocab_size is "
       f"{spec.vocab_size}; expected the model's own tokenizer"
     )
+  if config.actor.router_aux_loss_coef and spec.experts is None:
+    raise ConfigError(
+      f"actor.router_aux_loss_coef: {spec.family} has no experts; expected 0, got "
+      f"{config.actor.router_aux_loss_coef}"
+    )
   longest = _longest(config)
   if longest > spec.max_positions and spec.rope.kind != "dynamic":
     raise ConfigError(

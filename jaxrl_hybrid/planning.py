@@ -305,7 +305,10 @@ class Planner:
     names = [*ACTOR_COLUMNS]
     names += ["old_log_probs"] if self._needs_old_log_probs() else []
     names += ["ref_log_probs"] if self.reference else []
-    return dict.fromkeys(names, np.float32)
+    columns = dict.fromkeys(names, np.float32)
+    if self._plan.config.actor.router_aux_loss_coef:
+      columns["real"] = np.bool_
+    return columns
 
 
 def _compile(phase: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -15,6 +15,7 @@ import optax
 from jaxrl_hybrid.algorithms import kl, losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.ops import experts
 from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.adapted import Frozen
@@ -47,6 +48,7 @@ class ActorSettings:
   use_kl_loss: bool
   kl_loss_coef: float
   kl_loss_type: str
+  router_aux_loss_coef: float
   ppo_epochs: int
   temperature: float
   logprob_chunk: int
@@ -150,7 +152,12 @@ class Actor:
       key=(settings.seed, self.state.updates),
     ):
       mini = {name: column[chosen] for name, column in columns.items()}
-      packed = rows.pack(batch.select(chosen), mini, micro_rows=settings.micro_rows)
+      packed = rows.pack(
+        batch.select(chosen),
+        mini,
+        micro_rows=settings.micro_rows,
+        real=settings.router_aux_loss_coef > 0,
+      )
       pending.append(self.state.step(packed))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     return {
@@ -168,11 +175,12 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
 
   def loss_fn(params: Params, micro: dict, total: reduce.Totals):
     mask_BT = micro["mask"]
-    log_probs_BT, entropy_BT = decoder.token_log_probs(
+    log_probs_BT, entropy_BT, load_L = decoder.score(
       params,
       micro["tokens"],
       temperature=settings.temperature,
       chunk=settings.logprob_chunk,
+      real_BT=micro.get("real"),
     )
     old_BT = micro.get("old_log_probs", jax.lax.stop_gradient(log_probs_BT))
     loss_BT, extra = policy_loss(
@@ -196,6 +204,11 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       )
       loss += settings.kl_loss_coef * share(kl_BT)
       means["kl_loss"] = masked(kl_BT, mask_BT)
+    if load_L is not None:
+      tokens = jnp.sum(mask_BT).astype(jnp.float32)
+      balance = experts.balance_loss(load_L)
+      loss += settings.router_aux_loss_coef * balance * tokens / total.tokens
+      means["router_aux_loss"] = (balance * tokens, tokens)
     maxima: Maxima = {}
     if "old_log_probs" not in micro:
       means[GAP_MEAN], maxima[GAP_MAX] = _rollout_gap(

@@ -11,7 +11,11 @@ from jaxrl_hybrid.types import Batch
 
 
 def pack(
-  batch: Batch, columns: Mapping[str, np.ndarray], *, micro_rows: int
+  batch: Batch,
+  columns: Mapping[str, np.ndarray],
+  *,
+  micro_rows: int,
+  real: bool = False,
 ) -> dict[str, np.ndarray]:
   """Rows as ``[A, B, T]`` arrays: A micro-batches of B rows of T tokens.
 
@@ -21,10 +25,11 @@ def pack(
     columns: response-aligned ``[N, R]`` arrays to move along; each response
       index r goes to position ``prompt_length + r``.
     micro_rows: B.
+    real: whether padding is to be told from tokens.
 
   Returns:
-    ``tokens`` int32, ``mask`` bool (tokens in the loss) and the columns, 0
-    where there is no response token.
+    ``tokens`` int32, ``mask`` bool (tokens in the loss), ``real`` bool if asked for,
+    and the columns, 0 where there is no response token.
   """
   totals = batch.prompt_lengths + batch.response_lengths
   shape = packed_shape(len(batch), int(totals.max()), micro_rows=micro_rows)
@@ -35,6 +40,9 @@ def pack(
   source, target = _response_index(batch)
   tokens[target] = batch.response_ids[source]
   packed = {"tokens": tokens}
+  if real:
+    packed["real"] = np.zeros((rows, length), bool)
+    packed["real"][: len(totals)] = np.arange(length) < totals[:, None]
   for name, column in {"mask": batch.mask, **columns}.items():
     packed[name] = np.zeros((rows, length), column.dtype)
     packed[name][target] = column[source]

@@ -59,6 +59,7 @@ ACTOR = dict(
   use_kl_loss=False,
   kl_loss_coef=0.0,
   kl_loss_type="k3",
+  router_aux_loss_coef=0.0,
   ppo_epochs=1,
   temperature=0.7,
   logprob_chunk=5,

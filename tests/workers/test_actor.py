@@ -1,5 +1,7 @@
 """The policy update against formulas written out here, and against itself."""
 
+import dataclasses
+
 import build_tiny as tiny
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import optax
 import pytest
 
 from jaxrl_hybrid.models.hf import export, load
+from jaxrl_hybrid.models.spec import ExpertSpec
 from jaxrl_hybrid.workers.actor import GAP_MAX, GAP_MEAN
 from jaxrl_hybrid.workers.reference import Reference
 
@@ -203,6 +206,17 @@ def test_the_entropy_bonus_raises_the_entropy(off_policy):
   actor = tiny.make_actor(entropy_coeff=0.01)
   first, second = (actor.update_policy(batch)["actor/entropy"] for _ in range(2))
   assert second > first + 1e-3
+
+
+def test_the_balance_loss_spreads_tokens_over_experts(off_policy):
+  experts = dataclasses.replace(tiny.SPEC, experts=ExpertSpec(4, 1, 24))
+  batch = off_policy.with_fields(advantages=tiny.constant([0] * 4))
+  actor = tiny.make_actor(spec=experts, router_aux_loss_coef=0.2)
+  losses = [actor.update_policy(batch) for _ in range(3)]
+  balance = [metrics["actor/router_aux_loss"] for metrics in losses]
+  assert losses[0]["actor/loss"] == pytest.approx(0.2 * balance[0], rel=1e-5)
+  # 1 where all experts have as much to do
+  assert balance[0] > balance[2] + 1e-3 and balance[2] >= 1 - 1e-6
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
