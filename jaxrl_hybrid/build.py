@@ -14,54 +14,58 @@ from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.controller import Controller
-from jaxrl_hybrid.inspection import Plan, make_algorithm
+from jaxrl_hybrid.data.template import PromptEncoder
+from jaxrl_hybrid.inspection import make_algorithm
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import HEAD
 from jaxrl_hybrid.models.decoder import Decoder
-from jaxrl_hybrid.models.hf.load import load_params
-from jaxrl_hybrid.models.hf.peft import save_adapters
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import attention
 from jaxrl_hybrid.parallel import abstract
 from jaxrl_hybrid.parallel import weights as weights_lib
-from jaxrl_hybrid.parallel.adapters import AdapterLayout, Merger
+from jaxrl_hybrid.parallel.adapters import Merger
 from jaxrl_hybrid.parallel.experts import sharded_mixture
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
-from jaxrl_hybrid.parallel.weights import WeightLayout
+from jaxrl_hybrid.role_params import (
+  make_params,
+  make_weights,
+  offload_of,
+  trained_layout,
+  weight_layout,
+)
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import make_recorder
 from jaxrl_hybrid.workers.actor import Actor, ActorSettings
 from jaxrl_hybrid.workers.adapted import Frozen
-from jaxrl_hybrid.workers.chunks import Chunks
 from jaxrl_hybrid.workers.critic import Critic, CriticSettings
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.optimizer import learning_rate, make_optimizer
 from jaxrl_hybrid.workers.reference import Reference
-from jaxrl_hybrid.workers.stores import AnyLayout, Offload, shardings_of
+from jaxrl_hybrid.workers.reward import RewardWorker
+from jaxrl_hybrid.workers.reward_model import RewardModel
+from jaxrl_hybrid.workers.stores import shardings_of
 
 
 def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, algorithm = plan.config, make_algorithm(plan.config)
   recorder = make_recorder(run_dir, config)
-  actor = _loaded_actor(plan)
+  actor = actor_from(plan, make_params(plan))
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   step = processes.broadcast(step)
-  kl_ctrl = config.algorithm.kl_ctrl
   controller = Controller(
     algorithm=algorithm,
     actor=actor,
-    reward=plan.reward,
+    reward=make_reward(plan),
     reference=make_reference(plan, actor),
     critic=_loaded_critic(plan, actor) if algorithm.needs_critic else None,
-    kl_controller=KLController(
-      kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon
-    ),
+    kl_controller=make_kl_controller(config),
     stream=plan.stream,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
@@ -73,6 +77,12 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     controller.resume(step)
   processes.on_primary(lambda: recorder.open(step))
   return controller
+
+
+def make_kl_controller(config: ConfigDict) -> KLController:
+  """Of the KL in the reward."""
+  section = config.algorithm.kl_ctrl
+  return KLController(section.type, section.kl_coef, section.target_kl, section.horizon)
 
 
 def make_actor(plan: Plan, params: Params, frozen: Frozen | None = None) -> Actor:
@@ -168,30 +178,41 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
   )
 
 
+def make_reward(plan: Plan) -> RewardWorker:
+  """The reward functions and, if there is one, the reward model with its weights."""
+  if plan.reward_model is None:
+    return plan.reward
+  own = plan.of_reward_model
+  return plan.reward.with_model(
+    make_reward_model(plan, make_weights(own, params_lib.VALUE, fresh_head=False))
+  )
+
+
+def make_reward_model(plan: Plan, weights: Params) -> RewardModel:
+  """The reward model of an actor's plan; ``weights`` may be shapes."""
+  config, own = plan.config, plan.of_reward_model
+  encode = None
+  if plan.re_encodes:
+    encoder = PromptEncoder(
+      own.source.tokenizer, chat_template=None, system_prompt=config.data.system_prompt
+    )
+    encode = lambda prompt, text: encoder.encode_answered(prompt.prompt, text)
+  return RewardModel(
+    make_train_decoder(own, params_lib.VALUE),
+    weights,
+    own.train_layout,
+    micro_rows=plan.sizes.micro_sequences,
+    max_length=plan.reward_model_length,
+    encode=encode,
+    on_host=config.offload.reward_model,
+  )
+
+
 def _copy(weights: Params) -> Params:
   program = jax.jit(
     lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings_of(weights)
   )
   return abstract.call(program, weights)
-
-
-def weight_layout(plan: Plan, head: str = params_lib.LM) -> WeightLayout:
-  """How the parameters of a model with this head lie on the training mesh."""
-  config = plan.config
-  return WeightLayout(
-    plan.source.spec,
-    plan.train_layout,
-    jnp.dtype(config.model.dtype),
-    zero=config.mesh.zero,
-    head=head,
-  )
-
-
-def trained_layout(plan: Plan, head: str = params_lib.LM) -> AnyLayout:
-  """How what is trained lies on the mesh: the parameters, or the adapters."""
-  lora = plan.lora if head == params_lib.LM else plan.critic_lora
-  layout = weight_layout(plan, head)
-  return layout if lora is None else AdapterLayout(layout, lora)
 
 
 def make_train_decoder(plan: Plan, head: str = params_lib.LM) -> Decoder:
@@ -204,66 +225,6 @@ def make_train_decoder(plan: Plan, head: str = params_lib.LM) -> Decoder:
     stages=layout.stages,
     microbatches=plan.sizes.pipeline_microbatches,
   )
-
-
-def make_params(
-  plan: Plan, head: str = params_lib.LM, path: str | None = None
-) -> Params:
-  """Loaded or random fp32 parameters, stored as the layout says."""
-  layout = weight_layout(plan, head)
-  path = plan.source.path if path is None else path
-  abstract = layout.abstract_params()
-  shardings = jax.tree.map(lambda x: x.sharding, abstract)
-  if path:
-    return load_params(path, layout.spec, shardings, vocab=layout.vocab, head=head)
-  key = jax.random.key(plan.config.seed)
-
-  def init() -> Params:
-    params = params_lib.init_params(layout.spec, key, vocab=layout.vocab, head=head)
-    if head == params_lib.VALUE:
-      params["value_head"] = params_lib.init_value_head(layout.spec)
-    return params
-
-  return jax.jit(init, out_shardings=shardings)()
-
-
-def restore_trained(
-  plan: Plan, checkpoints: Checkpoints, step: int, head: str = params_lib.LM
-) -> Params:
-  """What the actor or (``VALUE``) the critic of a checkpoint has trained, whole."""
-  config, layout = plan.config, trained_layout(plan, head)
-  of_critic = head == params_lib.VALUE
-  where = offload_of(config, everything=of_critic and config.offload.critic)
-  path = ("critic" if of_critic else "actor", "params")
-  if not where.streams:
-    return checkpoints.restore_part(step, path, layout.abstract_params())
-  chunks = Chunks(layout, where.layers_per_chunk)
-  return chunks.join(checkpoints.restore_part(step, path, chunks.shapes()))
-
-
-def full_params(plan: Plan, trained: Params, head: str = params_lib.LM) -> Params:
-  """fp32 parameters of actor or critic, adapters merged into those of the base."""
-  layout = trained_layout(plan, head)
-  if not isinstance(layout, AdapterLayout):
-    return trained
-  own = plan.config.critic.path if head == params_lib.VALUE else ""
-  return adapting.merge(layout, make_params(plan, head, own or None), trained)
-
-
-def export_adapters(plan: Plan, trained: Params, out_dir: Path) -> None:
-  """Writes the actor's adapters as PEFT does."""
-  lora, source = plan.lora, plan.source
-  save_adapters(trained, source.spec, lora, out_dir, base=source.path)
-
-
-def make_weights(plan: Plan) -> Params:
-  """The actor's weights alone, for generation without training."""
-  params, path = make_params(plan), plan.config.model.lora.path
-  if path:
-    layout = trained_layout(plan)
-    adapters = adapting.fresh(layout, seed=plan.config.seed, path=path)
-    params = adapting.merge(layout, params, adapters)
-  return jax.jit(weight_layout(plan).prepare)(params)
 
 
 def make_generator(plan: Plan) -> Generator:
@@ -308,17 +269,6 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
   )
 
 
-def offload_of(config: ConfigDict, *, everything: bool = False) -> Offload:
-  """What lives on the host; ``everything``: whatever the switches say."""
-  section = config.offload
-  return Offload(
-    optimizer=section.optimizer or everything,
-    params=section.params or everything,
-    weights=everything,
-    layers_per_chunk=section.layers_per_chunk,
-  )
-
-
 def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSettings:
   actor = config.actor
   shared = {
@@ -336,8 +286,8 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   )
 
 
-def _loaded_actor(plan: Plan) -> Actor:
-  params = make_params(plan)
+def actor_from(plan: Plan, params: Params) -> Actor:
+  """The actor that starts from a model's stored fp32 parameters."""
   if plan.lora is None:
     return make_actor(plan, params)
   layout = trained_layout(plan)
@@ -348,17 +298,25 @@ def _loaded_actor(plan: Plan) -> Actor:
   )
 
 
-def _loaded_critic(plan: Plan, actor: Actor) -> Critic:
-  config, value = plan.config, params_lib.VALUE
+def critic_from(plan: Plan, params: Params) -> Critic:
+  """The critic that starts from its model's stored fp32 parameters."""
   if plan.critic_lora is None:
-    return make_critic(plan, make_params(plan, value, config.critic.path or None))
-  layout, head = trained_layout(plan, value), None
-  if config.critic.share_base:
-    frozen = actor.state.store.frozen.share()
-  else:
-    params = make_params(plan, value, config.critic.path or None)
-    head = params[HEAD]
-    frozen = Frozen(adapting.freeze(layout, params), on_host=config.offload.critic)
+    return make_critic(plan, params)
+  layout = trained_layout(plan, params_lib.VALUE)
+  on_host = plan.config.offload.critic
+  frozen = Frozen(adapting.freeze(layout, params), on_host=on_host)
+  return _adapted_critic(plan, frozen, params[HEAD])
+
+
+def _loaded_critic(plan: Plan, actor: Actor) -> Critic:
+  if plan.config.critic.share_base:
+    return _adapted_critic(plan, actor.state.store.frozen.share(), None)
+  own = plan.of_critic
+  return critic_from(own, make_params(own, params_lib.VALUE))
+
+
+def _adapted_critic(plan: Plan, frozen: Frozen, head: Params | None) -> Critic:
+  config, layout = plan.config, trained_layout(plan, params_lib.VALUE)
   adapters = adapting.fresh(
     layout, seed=config.seed + 1, path=config.critic.lora.path, head=head
   )

@@ -58,6 +58,7 @@ def base() -> ConfigDict:
         params=False,  # fp32 parameters of actor and critic
         critic=False,  # all of the critic, its weights included
         reference=False,
+        reward_model=False,
         layers_per_chunk=1,  # of each stage, that an update has on the device
       ),
       model=dict(
@@ -96,6 +97,13 @@ def base() -> ConfigDict:
         timeout_s=60.0,
         num_workers=8,
         skip_special_tokens=True,
+      ),
+      # One more term of the reward: a sequence classifier with one label.
+      reward_model=dict(
+        path="",  # HF directory with its own tokenizer; empty: there is none
+        random=dict(),  # without a path: HF config fields of a random model
+        weight=1.0,
+        max_length=optional(int),  # of prompt and response; default: the model's
       ),
       algorithm=dict(
         name="grpo",
@@ -227,8 +235,12 @@ def _default_micro(per_shard: int, pp: int) -> int:
   return per_shard // (enough[0] if enough else parts[-1])
 
 
-def validate(config: ConfigDict) -> Sizes:
+def validate(config: ConfigDict, *, training: bool = True) -> Sizes:
   """Checks a resolved config and returns the derived sizes.
+
+  Args:
+    config: the resolved config.
+    training: whether there must be training data.
 
   Raises:
     ConfigError: says what was expected, what came and the key to change.
@@ -237,8 +249,11 @@ def validate(config: ConfigDict) -> Sizes:
   checks.check_ranges(config)
   checks.check_mesh(config)
   checks.check_rewards(config)
+  checks.check_reward_model(config)
   checks.check_algorithm(config)
   checks.check_lora(config)
+  if training:
+    checks.check_data(config)
   return _check_batch(config)
 
 

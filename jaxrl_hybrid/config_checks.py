@@ -106,6 +106,10 @@ def check_ranges(config: ConfigDict) -> None:
   _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
   _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
   _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
+
+
+def check_data(config: ConfigDict) -> None:
+  """What training draws from."""
   if not config.data.train_files:
     raise ConfigError("data.train_files: expected at least one file, got none")
 
@@ -129,8 +133,10 @@ def check_mesh(config: ConfigDict) -> None:
 def check_rewards(config: ConfigDict) -> None:
   """Functions and weights belong together."""
   functions, weights = config.rewards.functions, config.rewards.weights
-  if not functions:
-    raise ConfigError("rewards.functions: expected at least one, got none")
+  if not functions and not has_reward_model(config):
+    raise ConfigError(
+      "rewards.functions: expected at least one (or a reward_model.path), got none"
+    )
   if not all(isinstance(f, str) for f in functions):
     raise ConfigError(f"rewards.functions: expected names, got {tuple(functions)}")
   if not all(isinstance(w, int | float) and math.isfinite(w) for w in weights):
@@ -140,6 +146,25 @@ def check_rewards(config: ConfigDict) -> None:
       f"rewards.weights: expected {len(functions)} numbers, one per entry of "
       f"rewards.functions {tuple(functions)}, got {len(weights)}: {tuple(weights)}"
     )
+
+
+def has_reward_model(config: ConfigDict) -> bool:
+  """Whether a model is part of the reward."""
+  return bool(config.reward_model.path or config.reward_model.random)
+
+
+def check_reward_model(config: ConfigDict) -> None:
+  """A random one is for plans and tests: with a real actor it would be noise."""
+  section = config.reward_model
+  if section.random and not section.path and config.model.path:
+    raise ConfigError(
+      "reward_model.random: the actor has real weights (model.path), so should the "
+      "reward model: set --config.reward_model.path=DIR, or go without one by "
+      "--config.reward_model.random={}"
+    )
+  _require(config, "reward_model.weight", math.isfinite, "a finite number")
+  if section.max_length is not None:
+    _require(config, "reward_model.max_length", lambda v: v > 0, "> 0")
 
 
 def check_algorithm(config: ConfigDict) -> None:

@@ -16,6 +16,8 @@ from ml_collections.config_flags import config_flags
 from jaxrl_hybrid.config import base, flatten
 from jaxrl_hybrid.errors import ConfigError
 
+FREE = ("model.random", "reward_model.random")  # sections of any HF config fields
+
 
 def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:
   """Reads ``--config FILE[:ARG] --config.key=value ...``; returns (config, file).
@@ -50,8 +52,8 @@ def _check_keys(config: Any, file: str) -> None:
       f"{file}: expected get_config() to return config.base() with changes, got "
       f"{type(config).__name__}"
     )
-  known = {key for key, _ in flatten(base()) if key != "model.random"}
-  found = {key for key, _ in flatten(config) if not key.startswith("model.random")}
+  known = {key for key, _ in flatten(base()) if key not in FREE}
+  found = {key for key, _ in flatten(config) if not key.startswith(FREE)}
   if known != found:
     raise ConfigError(
       f"{file}: expected the keys of config.base(); unknown {sorted(found - known)}, "
@@ -76,7 +78,7 @@ def from_run(path: str | Path) -> ConfigDict:
       *path_to, name = key.split(".")
       for part in path_to:
         section = section[part]
-      if name not in section and path_to != ["model", "random"]:
+      if name not in section and ".".join(path_to) not in FREE:
         raise ConfigError(f"{path}: unknown key {key!r}, from another version?")
       section[name] = value
   return config
@@ -121,11 +123,11 @@ def _explain(error: Exception, argv: Sequence[str]) -> str:
   keys = [key for key, _ in flatten(base())]
   for arg in argv:
     match = re.match(r"--config\.([\w.]+)", arg)
-    if match and match[1].startswith("model.random."):
+    if match and match[1].startswith(FREE):
       if isinstance(error, AttributeError | KeyError):
         return f"unknown config key {match[1]!r}; the config file does not set it"
     elif match and match[1] not in keys:
-      near = _nearest(match[1], keys)
+      near = nearest_key(match[1], keys)
       hint = f"; did you mean {near!r}?" if near else ""
       return f"unknown config key {match[1]!r}{hint}"
   text = str(error).strip()
@@ -134,7 +136,7 @@ def _explain(error: Exception, argv: Sequence[str]) -> str:
   return text or type(error).__name__
 
 
-def _nearest(key: str, keys: Sequence[str]) -> str | None:
+def nearest_key(key: str, keys: Sequence[str]) -> str | None:
   """The nearest whole key, or the nearest by its last part."""
   by_last = {k.rsplit(".", 1)[-1]: k for k in keys}
   near = difflib.get_close_matches(key, keys, 1, 0.75)

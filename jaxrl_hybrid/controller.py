@@ -86,12 +86,15 @@ class Controller:
     prompts = self.stream.next(self.step)
     with timers("gen"):
       batch = self.actor.generate_sequences(prompts)
-    with timers("reward"):
-      batch = self.reward.compute_rewards(batch)
+    greedy = None
     if self.algorithm.needs_greedy_baseline:
       with timers("gen_baseline"):
-        batch = self.add_greedy_baseline(batch, prompts)
+        greedy = self.actor.generate_sequences(prompts, greedy=True)
     self.actor.release_generation_weights()
+    with timers("reward"):
+      batch = self.reward.compute_rewards(batch)
+      if greedy is not None:
+        batch = self.add_greedy_baseline(batch, greedy)
     if self._needs_old_log_probs(batch):
       with timers("old_log_prob"):
         batch = self.actor.compute_log_probs(batch)
@@ -113,9 +116,8 @@ class Controller:
     self._show(batch)
     return metrics
 
-  def add_greedy_baseline(self, batch: Batch, prompts: Sequence[Prompt]) -> Batch:
+  def add_greedy_baseline(self, batch: Batch, greedy: Batch) -> Batch:
     """ReMax: the score of each prompt's greedy completion, by draw id."""
-    greedy = self.actor.generate_sequences(prompts, greedy=True)
     result = self.reward.score(greedy)
     baseline = dict(
       zip(
@@ -135,7 +137,13 @@ class Controller:
 
   def evaluate(self) -> Metrics:
     """Greedy evaluation on the held-out prompts; prints some samples."""
-    generate = lambda prompts: self.actor.generate_sequences(prompts, greedy=True)
+
+    def generate(prompts: Sequence[Prompt]) -> Batch:
+      batch = self.actor.generate_sequences(prompts, greedy=True)
+      if self.reward.model:  # it has no room beside the generation weights
+        self.actor.release_generation_weights()
+      return batch
+
     metrics, samples = evaluation.evaluate(generate, self.reward, self.eval_prompts)
     final = self.step in (0, self.settings.total_steps)
     self.recorder.samples(self.step, "eval", samples, show=final)

@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jaxrl_hybrid import build, cli, evaluation, inspection
+from jaxrl_hybrid import build, cli, evaluation, inspection, role_params
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.runtime import processes
@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> None:
     raise ConfigError("data.eval_files: expected at least one file, got none")
   processes.say(plan.describe())
   processes.say(f"first prompt, as the model sees it: {plan.eval_prompts[0].text!r}")
-  generator = build.make_generator(plan)
-  weights = build.make_weights(plan)
+  generator, reward = build.make_generator(plan), build.make_reward(plan)
+  weights = role_params.make_weights(plan)
   metrics, samples = evaluation.evaluate(
     lambda prompts: generator.generate(weights, prompts, greedy=True),
-    plan.reward,
+    reward,
     plan.eval_prompts,
   )
   if multihost.is_primary():

@@ -12,12 +12,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_hybrid import build, cli, config_reader, inspection
+from jaxrl_hybrid import cli, config_reader, inspection, role_params
 from jaxrl_hybrid.errors import CheckpointError, ConfigError
 from jaxrl_hybrid.models import params as params_lib
-from jaxrl_hybrid.models.families import load_hf_config
 from jaxrl_hybrid.models.hf.classifier import as_classifier
 from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
+from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.runtime import launch, processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
 from jaxrl_hybrid.runtime.recorder import CONFIG_FILE
@@ -47,29 +47,29 @@ def main(argv: Sequence[str]) -> None:
     )
   plan = inspection.inspect(config, training=False)
   _check(plan, flags)
-  head, source = HEADS[flags.role], plan.source
-  trained = build.restore_trained(plan, checkpoints, step, head)
-  if flags.adapter:
-    build.export_adapters(plan, trained, flags.adapter)
-  hf_config, source_dir = source.hf_config, source.path
+  head, hf_config = HEADS[flags.role], plan.source.hf_config
   if head == params_lib.VALUE:
-    source_dir = config.critic.path or source_dir
-    hf_config = load_hf_config(source_dir) if source_dir else hf_config
-    hf_config = as_classifier(hf_config, pad_token_id=source.tokenizer.pad_token_id)
+    plan = plan.of_critic
+    pad_token_id = plan.source.pad_token_id
+    hf_config = as_classifier(plan.source.hf_config, pad_token_id=pad_token_id)
+  source = plan.source
+  trained = role_params.restore_trained(plan, checkpoints, step, head)
+  if flags.adapter:
+    role_params.export_adapters(plan, trained, flags.adapter)
   export_hf(
-    build.full_params(plan, trained, head),
+    role_params.full_params(plan, trained, head),
     source.spec,
     flags.out,
     hf_config=hf_config,
     tokenizer=source.tokenizer,
-    source_dir=source_dir,
+    source_dir=source.path,
   )
   processes.say(
     f"exported the {flags.role} of step {step} of {flags.run_dir} to {flags.out}"
   )
 
 
-def _check(plan: inspection.Plan, flags: argparse.Namespace) -> None:
+def _check(plan: Plan, flags: argparse.Namespace) -> None:
   if flags.adapter and (flags.role != "actor" or not plan.lora):
     raise ConfigError(
       "--adapter: expected the actor of a run with model.lora, got the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl_hybrid import adapting, model_source
+from jaxrl_hybrid import adapting, config_checks, model_source
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data import files
@@ -20,54 +21,15 @@ from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models import params as params_lib
-from jaxrl_hybrid.models.adapters import LoraSpec
-from jaxrl_hybrid.models.params import num_params
+from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
-from jaxrl_hybrid.parallel import weights
-from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.rewards import loading
 from jaxrl_hybrid.rewards.runner import RewardRunner
+from jaxrl_hybrid.run_plan import Plan, layouts_of
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import Prompt
 from jaxrl_hybrid.workers.reward import RewardWorker
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is known before weights load."""
-
-  config: ConfigDict
-  sizes: config_lib.Sizes
-  source: model_source.ModelSource
-  eos_ids: tuple[int, ...]
-  train_data: prompts_lib.PromptDataset | None  # None: for evaluation only
-  stream: PromptStream | None  # of train_data
-  eval_prompts: list[Prompt]
-  eval_total: int  # rows of which eval_prompts are a part
-  reward: RewardWorker
-  train_layout: Layout
-  generation_layout: Layout
-  lora: LoraSpec | None = None  # of the actor
-  critic_lora: LoraSpec | None = None
-
-  def describe(self) -> str:
-    """What the user should see before anything expensive starts."""
-    spec = self.source.spec
-    lines = [
-      mesh_lib.describe(self.train_layout.mesh, self.generation_layout.mesh),
-      f"model: {spec.family}, {num_params(spec):,} parameters, "
-      f"{self.config.model.dtype}, from {self.source.describe()}",
-      self.sizes.describe(self.config.trainer.total_steps),
-      f"eos ids: {list(self.eos_ids)} (union of tokenizer, config and "
-      "generation_config)",
-      *self.source.describe_rope(),
-      *adapting.describe("actor", self.lora, spec),
-      *adapting.describe("critic", self.critic_lora, spec),
-      *self.source.ignored_sampling(),
-      *([self.train_data.describe()] if self.train_data else []),
-      f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
-    ]
-    return "\n".join(lines)
+from jaxrl_hybrid.workers.reward_model import NAME as REWARD_MODEL
 
 
 def inspect(
@@ -86,22 +48,16 @@ def inspect(
   Raises:
     JaxrlError: whatever is wrong, before weights load.
   """
-  sizes = config_lib.validate(config)
-  train_mesh = mesh_lib.train_mesh(config.mesh.train, devices)
-  generation_mesh = mesh_lib.generation_mesh(train_mesh, config.mesh.generation)
-  model = model_source.open_model(config.model, longest=_longest(config))
-  eos_ids = tokenizers.eos_ids(
-    model.tokenizer, model.hf_config, model.generation_config
-  )
-  _check_model(config, model, eos_ids)
-  encoder = PromptEncoder(
-    model.tokenizer,
-    chat_template=config.data.chat_template,
-    system_prompt=config.data.system_prompt,
-  )
-  # What the model is trained with is what the exported directory carries.
-  model.tokenizer.chat_template = encoder.chat_template or model.tokenizer.chat_template
-  algorithm = make_algorithm(config)
+  config_lib.validate(config, training=training)
+  longest = _longest(config)
+  model = model_source.open_model(config.model, longest=longest)
+  plan = inspect_model(config, model, devices=devices)
+  algorithm, critic, critic_lora = make_algorithm(config), model, None
+  if algorithm.needs_critic:
+    critic = model_source.open_critic(config, model, longest=longest)
+    critic_lora = adapting.lora_spec(config, params_lib.VALUE, critic.spec)
+  _check_length(config, "critic.path", _most_positions(critic.spec))
+  encoder = make_encoder(config, model.tokenizer)
   train_data = None
   if training:
     train_data = _dataset(config, encoder, config.data.train_files)
@@ -113,27 +69,80 @@ def inspect(
       "data.eval_files": _ids(eval_prompts),
     }
   )
-  return Plan(
-    config=config,
-    sizes=sizes,
-    source=model,
-    eos_ids=eos_ids,
+  plan = dataclasses.replace(
+    plan,
+    critic=critic,
+    critic_lora=critic_lora,
+    reward_model=model_source.open_reward_model(config, model, longest=longest),
     train_data=train_data,
     stream=_stream(config, train_data) if train_data else None,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
-    train_layout=weights.train_layout(
-      model.spec, train_mesh, sequence_parallel=config.mesh.sequence_parallel
-    ),
-    generation_layout=weights.generation_layout(model.spec, generation_mesh),
-    lora=adapting.lora_spec(config, params_lib.LM, model.spec),
-    critic_lora=(
-      adapting.lora_spec(config, params_lib.VALUE, model.spec)
-      if algorithm.needs_critic
-      else None
-    ),
   )
+  if plan.reward_model and not plan.re_encodes:
+    _check_length(config, "reward_model.max_length", plan.reward_model_length)
+  return plan
+
+
+def inspect_model(
+  config: ConfigDict,
+  source: model_source.ModelSource,
+  *,
+  generates: bool = True,
+  devices: Sequence[jax.Device] | None = None,
+) -> Plan:
+  """The plan of one model by itself: no data, no rewards.
+
+  Args:
+    config: a resolved config.
+    source: the model.
+    generates: whether it has to know where a completion ends.
+    devices: as in ``inspect``.
+
+  Raises:
+    JaxrlError: config and model do not fit.
+  """
+  source = source.for_length(_longest(config))
+  train_mesh = mesh_lib.train_mesh(config.mesh.train, devices)
+  eos_ids = tokenizers.eos_ids(
+    source.tokenizer, source.hf_config, source.generation_config
+  )
+  _check_model(config, source, eos_ids if generates else None)
+  train_layout, generation_layout = layouts_of(config, source.spec, train_mesh)
+  lora = critic_lora = None
+  if generates:
+    lora = adapting.lora_spec(config, params_lib.LM, source.spec)
+  else:
+    critic_lora = adapting.lora_spec(config, params_lib.VALUE, source.spec)
+  return Plan(
+    config=config,
+    sizes=config_lib.validate(config, training=False),
+    source=source,
+    critic=source,
+    reward_model=None,
+    eos_ids=eos_ids,
+    train_data=None,
+    stream=None,
+    eval_prompts=[],
+    eval_total=0,
+    reward=None,
+    train_layout=train_layout,
+    generation_layout=generation_layout,
+    lora=lora,
+    critic_lora=critic_lora,
+  )
+
+
+def make_encoder(config: ConfigDict, tokenizer: Any) -> PromptEncoder:
+  """Of prompts; the tokenizer gets the template that is used, for the export."""
+  encoder = PromptEncoder(
+    tokenizer,
+    chat_template=config.data.chat_template,
+    system_prompt=config.data.system_prompt,
+  )
+  tokenizer.chat_template = encoder.chat_template or tokenizer.chat_template
+  return encoder
 
 
 def _longest(config: ConfigDict) -> int:
@@ -157,12 +166,16 @@ def make_algorithm(config: ConfigDict) -> Algorithm:
 def _reward(config: ConfigDict, tokenizer: Any, min_group_size: int) -> RewardWorker:
   rewards = config.rewards
   functions = [loading.load_reward(reference) for reference in rewards.functions]
+  given = []
+  if config_checks.has_reward_model(config):
+    given = [(REWARD_MODEL, config.reward_model.weight)]
   runner = RewardRunner(
     [(loading.reward_name(f), f) for f in functions],
     tuple(rewards.weights),
     on_error=rewards.on_error,
     timeout_s=rewards.timeout_s,
     num_workers=rewards.num_workers,
+    given=given,
   )
   return RewardWorker(
     tokenizer,
@@ -239,10 +252,12 @@ def _eval_prompts(
 
 
 def _check_model(
-  config: ConfigDict, model: model_source.ModelSource, eos_ids: tuple[int, ...]
+  config: ConfigDict, model: model_source.ModelSource, eos_ids: tuple[int, ...] | None
 ) -> None:
-  spec, known = model.spec, len(model.tokenizer)
-  if not eos_ids or max(eos_ids) >= spec.vocab_size:
+  """Tokenizer, EOS ids (None: they do not matter) and lengths."""
+  spec = model.spec
+  known = 0 if model.tokenizer is None else len(model.tokenizer)
+  if eos_ids is not None and not (eos_ids and max(eos_ids) < spec.vocab_size):
     raise ConfigError(
       f"expected EOS ids below the model's vocab_size {spec.vocab_size}, got "
       f"{list(eos_ids)} from tokenizer, config.json and generation_config.json"
@@ -257,9 +272,18 @@ def _check_model(
       f"actor.router_aux_loss_coef: {spec.family} has no experts; expected 0, got "
       f"{config.actor.router_aux_loss_coef}"
     )
+  _check_length(config, "model.path", _most_positions(spec))
+
+
+def _most_positions(spec: ModelSpec) -> float:
+  return math.inf if spec.rope.kind == "dynamic" else spec.max_positions
+
+
+def _check_length(config: ConfigDict, key: str, most: float) -> None:
+  """Prompt and response fit the model of a key."""
   longest = _longest(config)
-  if longest > spec.max_positions and spec.rope.kind != "dynamic":
+  if longest > most:
     raise ConfigError(
-      f"data.max_prompt_length + data.max_response_length = {longest} exceeds the "
-      f"model's max_position_embeddings {spec.max_positions}"
+      f"data.max_prompt_length + data.max_response_length = {longest} exceeds what "
+      f"{key} reads: {most} (max_position_embeddings if not set)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxrl_hybrid.data import tasks
 from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.errors import ConfigError, ModelError
 from jaxrl_hybrid.models.families import ARCHITECTURES, load_hf_config, spec_from_hf
+from jaxrl_hybrid.models.hf import classifier
 from jaxrl_hybrid.models.spec import ModelSpec
 
 # What of a generation_config would change sampling; we take ours from the config.
@@ -36,7 +38,7 @@ class ModelSource:
     spec: what the decoder is built from.
     hf_config: the whole HF config, kept for export.
     generation_config: as in the directory; empty if there is none.
-    tokenizer: HF tokenizer.
+    tokenizer: HF tokenizer; None if a model by itself came without one.
     path: the HF directory; None for a random model.
   """
 
@@ -45,6 +47,20 @@ class ModelSource:
   generation_config: dict[str, Any]
   tokenizer: Any
   path: str | None
+
+  @property
+  def pad_token_id(self) -> int | None:
+    """The tokenizer's; where it has none its EOS stands in, as is usual."""
+    if self.tokenizer is None:
+      return None
+    known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+    return next((i for i in known if i is not None), None)
+
+  def for_length(self, longest: int) -> ModelSource:
+    """The same model for sequences of at most so many tokens, if its rope asks."""
+    if self.spec.knows_length:
+      return self
+    return dataclasses.replace(self, spec=self.spec.for_length(longest))
 
   def describe(self) -> str:
     """Directory, or that the weights are random."""
@@ -90,18 +106,105 @@ def open_model(model: ConfigDict, *, longest: int) -> ModelSource:
     raise ConfigError(
       "expected model.path (an HF directory) or model.random (HF config fields)"
     )
-  hf_config = load_hf_config(path) if path else None
-  tokenizer = _open_tokenizer(model["tokenizer"] or path)
-  if hf_config is None:
-    hf_config = _random_config(random, tokenizer)
-  spec = spec_from_hf(hf_config)
+  if not path:
+    source = random_model(random, _open_tokenizer(model["tokenizer"]), key="model")
+  else:
+    source = open_directory(
+      path,
+      key="model.path",
+      kinds=(classifier.LM,),
+      tokenizer=_open_tokenizer(model["tokenizer"] or path),
+    )
+  return source.for_length(longest)
+
+
+def open_directory(
+  path: str | Path, *, key: str, kinds: Sequence[str], tokenizer: Any
+) -> ModelSource:
+  """Reads the configs of an HF directory.
+
+  Args:
+    path: of the directory.
+    key: the config key that errors name.
+    kinds: of model, ``classifier.LM`` and ``classifier.CLASSIFIER``.
+    tokenizer: of the model.
+
+  Raises:
+    ModelError: an unreadable directory or an unsupported model.
+  """
+  hf_config = load_hf_config(path)
+  classifier.check_kind(hf_config, kinds, key=f"{key}={path}")
   return ModelSource(
-    spec if spec.knows_length else spec.for_length(longest),
+    spec_from_hf(hf_config),
     hf_config,
-    _generation_config(path),
+    _generation_config(str(path)),
     tokenizer,
-    path or None,
+    str(path),
   )
+
+
+def random_model(fields: dict[str, Any], tokenizer: Any, *, key: str) -> ModelSource:
+  """A model of these HF config fields, for ``tokenizer``.
+
+  Raises:
+    ConfigError: they are no HF config.
+    ModelError: an unsupported model.
+  """
+  hf_config = _random_config(fields, tokenizer, key)
+  return ModelSource(spec_from_hf(hf_config), hf_config, {}, tokenizer, None)
+
+
+def open_critic(config: ConfigDict, actor: ModelSource, *, longest: int) -> ModelSource:
+  """What the critic starts from: ``critic.path``, or else the actor's model.
+
+  A causal LM gets a fresh value head, a sequence classifier keeps its score head.
+
+  Raises:
+    ModelError: an unsupported model, or one with other token ids than the actor's.
+  """
+  path = config.critic.path
+  if not path:
+    return actor
+  tokenizer = actor.tokenizer
+  if tokenizers.has_tokenizer(path):
+    tokenizer = tokenizers.load_tokenizer(path)
+  kinds = (classifier.LM, classifier.CLASSIFIER)
+  critic = open_directory(path, key="critic.path", kinds=kinds, tokenizer=tokenizer)
+  if not tokenizers.same_vocabulary(tokenizer, actor.tokenizer):
+    raise ModelError(
+      f"critic.path={path}: expected the actor's tokenizer, got another one; a critic "
+      "reads the actor's token ids"
+    )
+  return critic.for_length(longest)
+
+
+def open_reward_model(
+  config: ConfigDict, actor: ModelSource, *, longest: int
+) -> ModelSource | None:
+  """The model of the ``reward_model`` section, if there is one.
+
+  It has the actor's own tokenizer object if both give every token the same id.
+
+  Raises:
+    ModelError: no sequence classifier with one label, or not supported.
+  """
+  path, random = config.reward_model.path, config.reward_model.random.to_dict()
+  if not path:
+    tokenizer = actor.tokenizer
+    source = random_model(random, tokenizer, key="reward_model") if random else None
+    return source and source.for_length(longest)
+  tokenizer = tokenizers.load_tokenizer(path)
+  if tokenizers.same_vocabulary(tokenizer, actor.tokenizer):
+    tokenizer = actor.tokenizer
+  else:
+    longest = config.reward_model.max_length or longest
+  source = open_directory(
+    path,
+    key="reward_model.path",
+    kinds=(classifier.CLASSIFIER,),
+    tokenizer=tokenizer,
+  )
+  return source.for_length(longest)
 
 
 def _open_tokenizer(reference: str) -> Any:
@@ -115,7 +218,7 @@ def _open_tokenizer(reference: str) -> Any:
   return tokenizers.load_tokenizer(reference)
 
 
-def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _random_config(fields: dict[str, Any], tokenizer: Any, key: str) -> dict[str, Any]:
   from transformers import AutoConfig  # heavy import, needed here only
 
   fields = {
@@ -129,7 +232,7 @@ def _random_config(fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
   except Exception as error:  # transformers raises its own kinds
     raise ConfigError(
-      f"model.random: expected the fields of an HF config with a "
+      f"{key}.random: expected the fields of an HF config with a "
       f"model_type, got {fields}: {error}"
     ) from error
   return config | {"architectures": [ARCHITECTURES.get(config["model_type"])]}

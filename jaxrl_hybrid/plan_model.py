@@ -27,15 +27,15 @@ GPU, with fp32 activations (4 bytes) as the decoder has them:
 R rows of T tokens are a micro-batch on one device and b = R / M of them pass a
 stage at a time, in M + pp - 1 ticks; D, F, Q, K, V are the widths of the model, the
 MLP, all queries, all keys and the vocabulary; w is the size of a weight and C is
-model.logprob_chunk. A critic has no hidden, no logits and no head.
+model.logprob_chunk. Critics and reward models have no hidden, no logits, no head.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl_hybrid.inspection import Plan
 from jaxrl_hybrid.parallel import weights as weights_lib
+from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.shapes import bucket, round_up
 
 NOTE = (
@@ -79,7 +79,7 @@ class Model:
       prompts: U, on each device, of a generation program.
       rows: N.
     """
-    critic = phase == "values" or phase.startswith("update_critic")
+    critic = phase in ("values", "reward") or phase.startswith("update_critic")
     if prompts:
       size = self._generation(prompts, rows)
     elif phase == "switch":

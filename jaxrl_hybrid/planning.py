@@ -18,22 +18,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_hybrid import build, plan_model
-from jaxrl_hybrid.inspection import Plan, make_algorithm
+from jaxrl_hybrid import build, plan_model, role_params
+from jaxrl_hybrid.inspection import make_algorithm
 from jaxrl_hybrid.models.adapters import is_adapted
+from jaxrl_hybrid.models.params import VALUE
 from jaxrl_hybrid.parallel import abstract, offload, topology
 from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.shapes import bucket
 from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.generator import GREEDY
 from jaxrl_hybrid.workers.reference import Reference
+from jaxrl_hybrid.workers.reward_model import RewardModel
 from jaxrl_hybrid.workers.training import TrainState, abstract_batch
 
 ACTOR_COLUMNS = ("advantages", "rollout_log_probs")
 CRITIC_COLUMNS = ("returns", "old_values")
 BUFFERS, CACHE = "activations and buffers", "KV cache"  # components
-GEN = "gen"
+GEN, REWARD = "gen", "reward"  # phases
 Bytes = dict[str, int]  # component -> bytes per GPU
 
 
@@ -95,7 +98,7 @@ class Planner:
 
   def __init__(self, plan: Plan, *, estimate: bool = False):
     self._plan = plan
-    self._model = plan_model.Model(plan) if estimate else None
+    self._models = _estimates(plan) if estimate else {}
     config = plan.config
     self._length = config.data.max_prompt_length + config.data.max_response_length
     self._algorithm = make_algorithm(config)
@@ -103,7 +106,11 @@ class Planner:
     self.reference: Reference | None = build.make_reference(plan, self.actor)
     self.critic: Critic | None = None
     if self._algorithm.needs_critic:
-      self.critic = build.planned_critic(plan, self.actor)
+      self.critic = build.planned_critic(plan.of_critic, self.actor)
+    self.reward_model: RewardModel | None = None
+    if plan.reward_model:
+      layout = role_params.weight_layout(plan.of_reward_model, VALUE)
+      self.reward_model = build.make_reward_model(plan, layout.abstract_weights())
     self._plain = self.actor.generator.plain(self.actor.state.weights)
     self._generation = self.actor.generator.switch.copy(self._plain)
 
@@ -126,6 +133,11 @@ class Planner:
     merged = {"merged weights": self._merged_bytes()}
     yield self._phase("switch", copy | merged | beyond)
     yield from self._generation_phases(copy)
+    if self.reward_model:
+      weights = offload.to_device(self.reward_model.weights)
+      length = self._plan.config.reward_model.max_length
+      length = length if self._plan.re_encodes else None
+      yield self._scoring(REWARD, self.reward_model.scores, weights, length)
     if self._needs_old_log_probs():
       yield self._scoring(
         "old_log_prob", self.actor.log_probs, self.actor.state.weights
@@ -158,6 +170,8 @@ class Planner:
         found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
     if self.reference and not self.reference.shared:
       found["reference weights"] = abstract.device_bytes(self.reference.weights)
+    if self.reward_model:
+      found["reward weights"] = abstract.device_bytes(self.reward_model.weights)
     return found
 
   def _generation_phases(self, copy: Bytes) -> Iterator[Phase]:
@@ -195,17 +209,22 @@ class Planner:
     buffers = self._buffers(name, lower, cache, prompts=prefilled, rows=prefilled * n)
     return self._phase(name, copy | buffers | {CACHE: cache})
 
-  def _scoring(self, name: str, scorer: Any, weights: Any) -> Phase:
+  def _scoring(
+    self, name: str, scorer: Any, weights: Any, length: int | None = None
+  ) -> Phase:
+    """Of rows of ``length`` tokens, or of the longest that the actor makes."""
     lower = functools.partial(
-      scorer.lower, weights, self._plan.sizes.sequences, self._length
+      scorer.lower, weights, self._plan.sizes.sequences, length or self._length
     )
     beyond = self._buffers(name, lower)
-    return self._phase(name, beyond | self._visiting(name, weights))
+    return self._phase(name, beyond | self._visiting(name))
 
-  def _visiting(self, name: str, weights: Any) -> Bytes:
+  def _visiting(self, name: str) -> Bytes:
     """Weights that are on the device for this phase only."""
     if name == "ref":
       return {"reference weights": abstract.host_bytes(self.reference.weights)}
+    if name == REWARD:
+      return {"reward weights": abstract.host_bytes(self.reward_model.weights)}
     return {}
 
   def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
@@ -245,8 +264,9 @@ class Planner:
       counted: what of it is a component of its own.
       **rows: of a generation program.
     """
-    if self._model:
-      return {BUFFERS: self._model.buffers(phase, **rows)}
+    if self._models:
+      model = self._models.get(phase.split(":")[0], self._models[GEN])
+      return {BUFFERS: model.buffers(phase, **rows)}
     memory = topology.memory(_compile(phase, lower()))
     return {BUFFERS: memory["temp"] + memory["output"] - memory["alias"] - counted}
 
@@ -272,7 +292,8 @@ class Planner:
     return abstract.device_bytes(kernels)
 
   def _host_bytes(self) -> int:
-    trees = [self.reference.weights] if self.reference else []
+    frozen = (self.reference, self.reward_model)
+    trees = [role.weights for role in frozen if role]
     for role in (self.actor, self.critic):
       if role:
         store = role.state.store
@@ -309,6 +330,16 @@ class Planner:
     if self._plan.config.actor.router_aux_loss_coef:
       columns["real"] = np.bool_
     return columns
+
+
+def _estimates(plan: Plan) -> dict[str, plan_model.Model]:
+  """By phase: those of the critic and of the reward model, and ``GEN``, the rest."""
+  models = {GEN: plan_model.Model(plan)}
+  critic = plan_model.Model(plan.of_model(plan.critic))
+  models |= dict.fromkeys(("values", "update_critic"), critic)
+  if plan.reward_model:
+    models[REWARD] = plan_model.Model(plan.of_model(plan.reward_model))
+  return models
 
 
 def _compile(phase: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:

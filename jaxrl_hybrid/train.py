@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_hybrid import build, cli, inspection
+from jaxrl_hybrid import build, cli, inspection, role_params
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.models.hf.export import export_hf
 from jaxrl_hybrid.runtime import processes
@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> None:
   if config.trainer.export_hf:
     trained = controller.actor.state.store.whole_params()
     if plan.lora:
-      build.export_adapters(plan, trained, run_dir / "adapter")
+      role_params.export_adapters(plan, trained, run_dir / "adapter")
     export_hf(
-      build.full_params(plan, trained),
+      role_params.full_params(plan, trained),
       plan.source.spec,
       run_dir / "hf",
       hf_config=plan.source.hf_config,

@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 # Each layer may import itself and those after it.
 LAYERS = [
-  {"controller", "build", "adapting", "inspection", "model_source", "evaluation", "cli"}
+  {"api", "controller", "build", "adapting", "inspection", "model_source", "cli"}
+  | {"evaluation", "run_plan", "role_params"}
   | {"config", "config_checks", "config_reader", "train", "evaluate", "export"}
   | {"plan", "plan_model", "plan_report", "planning", "tools"},
   {"workers", "data", "rewards", "runtime"},

@@ -174,10 +174,19 @@ def test_another_mesh_learns_the_same(straight, train, generation, options, tmp_
   assert rows[2]["rollout_train_logprob_diff_max"] < 1e-4
 
 
+REWARD_MODEL = [
+  "--config.reward_model.random={'model_type': 'llama', 'hidden_size': 32, "
+  "'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 4}",
+  "--config.reward_model.weight=0.1",
+  "--config.offload.reward_model=True",
+]
+
+
 # With remax the updates write into the actor's weights, of which the reference on
 # the device must have a copy.
 @pytest.mark.parametrize(
-  "algorithm,more", [("ppo", []), ("remax", ["--config.offload.optimizer=True"])]
+  "algorithm,more",
+  [("ppo", REWARD_MODEL), ("remax", ["--config.offload.optimizer=True"])],
 )
 def test_one_line_changes_the_algorithm(algorithm, more, tmp_path):
   run(
@@ -190,6 +199,7 @@ def test_one_line_changes_the_algorithm(algorithm, more, tmp_path):
   last = metrics_of(tmp_path / "run")[-1]
   assert ("critic/vf_loss" in last) == (algorithm == "ppo")
   assert ("critic/baseline/mean" in last) == (algorithm == "remax")
+  assert ("reward/reward_model/mean" in last) == (algorithm == "ppo")
   assert last["actor/kl_loss"] > 0
   assert last["training/global_step"] == 4
 

@@ -84,10 +84,26 @@ class PromptEncoder:
         "assistant",
         "a prompt ends with an assistant message; a new assistant turn follows it",
       )
-    own = any(message["role"] == "system" for message in messages)
-    if self.system_prompt is not None and not own:
-      messages = [{"role": "system", "content": self.system_prompt}, *messages]
-    return self._apply_template(messages)
+    return self._apply_template(self._with_system(messages), answered=False)
+
+  def encode_answered(self, prompt: Any, answer: str) -> np.ndarray:
+    """Returns int32 ids ``[T]`` of a prompt with its answer, as a judge reads them.
+
+    With a chat template a string prompt is a user's message; without one it is the
+    text in front of the answer. Raises as ``encode``.
+    """
+    if isinstance(prompt, str):
+      if not self._has_template:
+        return self.tokenize([prompt], [prompt + answer])[0]
+      prompt = [{"role": "user", "content": prompt}]
+    elif not self._has_template:
+      raise ConfigError(
+        f"tokenizer {_tokenizer_name(self.tokenizer)!r} has no chat template to read "
+        "a list of messages with; add one to its directory"
+      )
+    messages = self._with_system(_clean_messages(prompt))
+    messages += [{"role": "assistant", "content": answer}]
+    return self.tokenize([messages], [self._apply_template(messages, answered=True)])[0]
 
   def tokenize(self, prompts: Sequence[Any], texts: Sequence[str]) -> list[np.ndarray]:
     """Returns int32 ids ``[P]`` of each rendered prompt, in one batched call.
@@ -123,8 +139,18 @@ class PromptEncoder:
       result.append(np.asarray(ids, np.int32))
     return result
 
-  def _apply_template(self, messages: list[dict[str, Any]]) -> str:
-    if self.chat_template is None and not self.tokenizer.chat_template:
+  @property
+  def _has_template(self) -> bool:
+    return bool(self.chat_template is not None or self.tokenizer.chat_template)
+
+  def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    own = any(message["role"] == "system" for message in messages)
+    if self.system_prompt is None or own:
+      return messages
+    return [{"role": "system", "content": self.system_prompt}, *messages]
+
+  def _apply_template(self, messages: list[dict[str, Any]], *, answered: bool) -> str:
+    if not self._has_template:
       raise ConfigError(
         "the prompt is a list of messages, but tokenizer "
         f"{_tokenizer_name(self.tokenizer)!r} has no chat template: set "
@@ -135,7 +161,7 @@ class PromptEncoder:
         messages,
         chat_template=self.chat_template,
         tokenize=False,
-        add_generation_prompt=True,
+        add_generation_prompt=not answered,
       )
     except (jinja2.TemplateError, ValueError, TypeError) as e:
       roles = ", ".join(message["role"] for message in messages)

@@ -16,6 +16,7 @@ from transformers import (
 from jaxrl_hybrid.errors import DataError, ModelError
 
 _PAD, _BOS, _EOS, _UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SPECIAL = (_PAD, _BOS, _EOS, _UNK)
 
 
@@ -49,7 +50,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def eos_ids(
-  tokenizer: PreTrainedTokenizerBase,
+  tokenizer: PreTrainedTokenizerBase | None,
   config: Mapping[str, Any] | None,
   generation_config: Mapping[str, Any] | None,
 ) -> tuple[int, ...]:
@@ -62,12 +63,23 @@ def eos_ids(
   """
   found: set[int] = set()
   sources = [config or {}, generation_config or {}]
-  for value in [tokenizer.eos_token_id, *(s.get("eos_token_id") for s in sources)]:
+  own = None if tokenizer is None else tokenizer.eos_token_id
+  for value in [own, *(s.get("eos_token_id") for s in sources)]:
     if isinstance(value, list | tuple):
       found.update(map(int, value))
     elif value is not None:
       found.add(int(value))
   return tuple(sorted(found))
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+  """Whether a model folder holds a tokenizer."""
+  return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+  """Whether every token has the same id in both, added tokens included."""
+  return a is b or a.get_vocab() == b.get_vocab()
 
 
 def symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:

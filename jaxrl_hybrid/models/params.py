@@ -51,9 +51,9 @@ def dense_layers(params: Params) -> list[Params]:
   return [dense[str(i)] for i in range(len(dense))]
 
 
-def num_params(spec: ModelSpec) -> int:
+def num_params(spec: ModelSpec, *, head: str = LM) -> int:
   """Number of parameters, un-padded, tied embeddings counted once."""
-  shapes = abstract_params(spec, vocab=spec.vocab_size)
+  shapes = abstract_params(spec, vocab=spec.vocab_size, head=head)
   return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 

@@ -64,6 +64,7 @@ class RewardRunner:
     on_error: str,
     timeout_s: float,
     num_workers: int,
+    given: Sequence[tuple[str, float]] = (),
   ):
     """Checks everything that can be checked before a sample exists.
 
@@ -75,16 +76,18 @@ class RewardRunner:
         removes the sample.
       timeout_s: seconds for one call (one sample, or one batched call).
       num_workers: calls of a synchronous per-sample function at a time.
+      given: (name, weight) of further terms whose scores ``score`` is told.
 
     Raises:
       ConfigError: an argument is out of range, or a signature is not supported.
     """
-    _check_arguments(functions, weights, on_error, timeout_s, num_workers)
-    names = _distinct([name for name, _ in functions])
+    _check_arguments(functions, weights, given, on_error, timeout_s, num_workers)
+    self._given = [name for name, _ in given]
+    names = _distinct([*self._given, *(name for name, _ in functions)])[len(given) :]
     self._functions = [
       loading.as_reward(function, name) for name, (_, function) in zip(names, functions)
     ]
-    self._weights = [float(w) for w in weights]
+    self._weights = [float(w) for w in weights] + [float(w) for _, w in given]
     self._on_error = on_error
     self._executor = Executor(timeout_s, num_workers)
 
@@ -93,6 +96,7 @@ class RewardRunner:
     prompts: Sequence[Prompt],
     texts: Sequence[str],
     response_ids: Sequence[np.ndarray],
+    given: Mapping[str, Sequence[float | Failure]] | None = None,
   ) -> RewardResult:
     """Scores N samples.
 
@@ -100,6 +104,7 @@ class RewardRunner:
       prompts: the prompt of every sample.
       texts: the N completions.
       response_ids: the N completions as int arrays ``[length]``.
+      given: N scores of each given term, or why there is none.
 
     Raises:
       RewardError: a score is bad and on_error is "raise", or a batched function
@@ -109,7 +114,8 @@ class RewardRunner:
     samples = _Samples(prompts, texts, response_ids)
     total, terms = np.zeros(len(prompts)), {}
     bad = np.zeros(len(prompts), np.int64)
-    for function, weight in zip(self._functions, self._weights):
+    functions = [*self._functions, *(_constant(n, given[n]) for n in self._given)]
+    for function, weight in zip(functions, self._weights, strict=True):
       own_terms, failed = self._score_one(function, samples)
       terms.update(own_terms)
       bad[failed] += 1
@@ -199,6 +205,11 @@ class RewardRunner:
     return [Failure(f"expected a list of {count} scores, got {given}")] * count
 
 
+def _constant(name: str, scores: Sequence[float | Failure]) -> loading.RewardFunction:
+  """A reward function whose scores are known."""
+  return loading.as_reward(lambda completions: list(scores), name)
+
+
 def _length(values: Any) -> int | None:
   """Returns the length of a list, array or alike; None of anything else."""
   if isinstance(values, (str, bytes, Mapping)):
@@ -283,19 +294,21 @@ def _distinct(names: Sequence[str]) -> list[str]:
 def _check_arguments(
   functions: Sequence[Any],
   weights: Sequence[float],
+  given: Sequence[tuple[str, float]],
   on_error: str,
   timeout_s: float,
   num_workers: int,
 ) -> None:
-  if not functions:
+  if not functions and not given:
     raise ConfigError("rewards: expected at least one reward function, got none")
   if len(weights) != len(functions):
     raise ConfigError(
       f"rewards: expected one weight per function ({len(functions)}), got "
       f"{len(weights)}"
     )
+  weights = [*weights, *(weight for _, weight in given)]
   if not all(math.isfinite(w) for w in weights):
-    raise ConfigError(f"rewards: expected finite weights, got {list(weights)}")
+    raise ConfigError(f"rewards: expected finite weights, got {weights}")
   if on_error not in _POLICIES:
     raise ConfigError(
       f"rewards.on_error: expected {', '.join(_POLICIES)}, got {on_error!r}"

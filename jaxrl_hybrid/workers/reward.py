@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -11,10 +12,14 @@ from jaxrl_hybrid.errors import RewardError
 from jaxrl_hybrid.rewards.runner import RewardResult, RewardRunner
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import STOP, Batch
+from jaxrl_hybrid.workers.reward_model import NAME, RewardModel
 
 
 class RewardWorker:
-  """Scores finished sequences on the host; the functions run on process 0."""
+  """Scores finished sequences: functions on the host of process 0, and a model.
+
+  ``model`` is the reward model, if there is one.
+  """
 
   def __init__(
     self,
@@ -38,6 +43,13 @@ class RewardWorker:
     self._runner = runner
     self._min_group_size = min_group_size
     self._skip_special_tokens = skip_special_tokens
+    self.model: RewardModel | None = None
+
+  def with_model(self, model: RewardModel) -> RewardWorker:
+    """The same worker with the reward model that its runner has a term for."""
+    worker = copy.copy(self)
+    worker.model = model
+    return worker
 
   def score(self, batch: Batch) -> RewardResult:
     """Decodes and scores all N rows; removes none.
@@ -45,7 +57,7 @@ class RewardWorker:
     Raises:
       RewardError: a reward function failed and ``rewards.on_error`` is "raise".
     """
-    return self._score(batch, self._decode(batch))
+    return self._score(batch, self._texts(batch))
 
   def compute_rewards(self, batch: Batch) -> Batch:
     """Adds texts, scores, score_terms, rewards ``[N, R]`` and metrics.
@@ -63,7 +75,7 @@ class RewardWorker:
       RewardError: a reward function failed and ``rewards.on_error`` is "raise",
         or no row is left.
     """
-    texts = self._decode(batch)
+    texts = self._texts(batch)
     result = self._score(batch, texts)
     kept = np.flatnonzero(self._kept(batch.draw_ids, result.valid))
     if not kept.size:
@@ -76,7 +88,7 @@ class RewardWorker:
       texts=texts,
       scores=result.scores,
       score_terms=result.terms,
-      rewards=_on_last_token(result.scores, batch),
+      rewards=on_last_token(result.scores, batch),
     ).select(kept)
     removed = {"reward/removed_count": float(len(batch) - kept.size)}
     return scored.with_fields(
@@ -85,24 +97,14 @@ class RewardWorker:
 
   def _score(self, batch: Batch, texts: list[str]) -> RewardResult:
     ids = [batch.response(i) for i in range(len(batch))]
-    score = lambda: self._runner.score(batch.prompts, texts, ids)
+    given = {NAME: self.model.score(batch, texts)} if self.model else None
+    score = lambda: self._runner.score(batch.prompts, texts, ids, given)
     found = processes.from_primary(lambda: dataclasses.asdict(score()))
     return RewardResult(**found)
 
-  def _decode(self, batch: Batch) -> list[str]:
-    texts = []
-    for i, reason in enumerate(batch.finish_reasons):
-      ids = batch.response(i)
-      if reason == STOP:
-        # The tokenizer does not know every EOS id of a generation config as
-        # special, and would print it.
-        ids = ids[:-1]
-      texts.append(
-        self._tokenizer.decode(
-          ids.tolist(), skip_special_tokens=self._skip_special_tokens
-        )
-      )
-    return texts
+  def _texts(self, batch: Batch) -> list[str]:
+    skip = self._skip_special_tokens
+    return decode_responses(batch, self._tokenizer, skip_special_tokens=skip)
 
   def _kept(self, draw_ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """Returns bool ``[N]``: valid, and in a draw that is still large enough."""
@@ -120,7 +122,25 @@ def _statistics(scores: np.ndarray) -> dict[str, float]:
   }
 
 
-def _on_last_token(scores: np.ndarray, batch: Batch) -> np.ndarray:
+def decode_responses(
+  batch: Batch, tokenizer: Any, *, skip_special_tokens: bool
+) -> list[str]:
+  """The N completions as text, without the EOS that ended them."""
+  texts = []
+  for i, reason in enumerate(batch.finish_reasons):
+    ids = batch.response(i)
+    if reason == STOP:
+      # The tokenizer does not know every EOS id of a generation config as
+      # special, and would print it.
+      ids = ids[:-1]
+    texts.append(
+      tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+    )
+  return texts
+
+
+def on_last_token(scores: np.ndarray, batch: Batch) -> np.ndarray:
+  """Scores ``[N]`` as token rewards ``[N, R]``: on the last valid token."""
   lengths = np.asarray(batch.response_lengths)
   assert (lengths > 0).all(), "a response has at least one token"
   rewards = np.zeros(batch.response_ids.shape, np.float32)

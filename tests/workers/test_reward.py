@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_hybrid.errors import RewardError
 from jaxrl_hybrid.rewards import RewardRunner
+from jaxrl_hybrid.rewards.execution import Failure
 from jaxrl_hybrid.types import LENGTH, STOP, Batch, Prompt
 from jaxrl_hybrid.workers.reward import RewardWorker
 
@@ -46,9 +47,19 @@ def make_batch(responses: list[list[int]], draws: list[int]) -> Batch:
   )
 
 
-def make_worker(function: Any, on_error: str = "skip", **options: Any) -> RewardWorker:
+GIVEN = [("reward_model", 10.0)]
+
+
+def make_worker(
+  function: Any, on_error: str = "skip", given: Any = (), **options: Any
+) -> RewardWorker:
   runner = RewardRunner(
-    [("f", function)], [2.0], on_error=on_error, timeout_s=10, num_workers=2
+    [("f", function)],
+    [2.0],
+    on_error=on_error,
+    timeout_s=10,
+    num_workers=2,
+    given=given,
   )
   return RewardWorker(Tokenizer(), runner, **options)
 
@@ -78,6 +89,31 @@ def test_rewards_texts_and_metrics():
     "reward/removed_count": 0.0,
   }
   assert batch.rewards is None  # the given batch is not changed
+
+
+class Model:
+  """A reward model that reads the texts."""
+
+  def score(self, batch: Batch, texts: list[str]) -> list[float | Failure]:
+    assert len(batch) == len(texts)
+    return [len(text) / 2 if text else Failure("nothing said") for text in texts]
+
+
+def test_a_model_is_one_more_term_under_the_same_policy():
+  batch = make_batch(RESPONSES, [0, 0, 1, 1])
+  worker = make_worker(lambda ground_truth, solution_str: 1.0, given=GIVEN)
+  scored = worker.with_model(Model()).compute_rewards(batch)
+  assert list(scored.score_terms) == ["f", "reward_model"]
+  assert scored.score_terms["reward_model"].tolist() == [3.5, 1.5, 1.5]  # one skipped
+  assert scored.scores.tolist() == [2 + 35, 2 + 15, 2 + 15]
+  assert scored.metrics["reward/bad_count"] == 1
+  assert scored.metrics["reward/reward_model/mean"] == pytest.approx(6.5 / 3)
+  assert worker.model is None
+  strict = make_worker(lambda solution_str: 1.0, "raise", given=GIVEN)
+  with pytest.raises(RewardError, match="'reward_model' failed on sample 2.*nothing"):
+    strict.with_model(Model()).score(batch)
+  zero = make_worker(lambda solution_str: 1.0, "zero", given=GIVEN)
+  assert zero.with_model(Model()).score(batch).scores.tolist() == [37, 17, 2, 17]
 
 
 def test_special_tokens_but_the_final_eos_are_shown_when_asked_for():

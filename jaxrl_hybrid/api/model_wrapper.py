@@ -1,0 +1,341 @@
+"""``HFModelWrapper``: a Hugging Face model in one role of the controller."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_hybrid import build, inspection, role_params
+from jaxrl_hybrid.algorithms.estimate import compute_advantages
+from jaxrl_hybrid.api import arguments
+from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids
+from jaxrl_hybrid.data.tokenizer import same_vocabulary
+from jaxrl_hybrid.errors import ConfigError, DataError, RewardError
+from jaxrl_hybrid.models import params as params_lib
+from jaxrl_hybrid.models.hf.classifier import CLASSIFIER, LM, as_classifier
+from jaxrl_hybrid.models.hf.export import export_hf
+from jaxrl_hybrid.models.params import Params
+from jaxrl_hybrid.parallel import multihost
+from jaxrl_hybrid.runtime import launch
+from jaxrl_hybrid.types import Batch
+from jaxrl_hybrid.workers.actor import Actor
+from jaxrl_hybrid.workers.critic import Critic
+from jaxrl_hybrid.workers.reward import decode_responses, on_last_token
+from jaxrl_hybrid.workers.reward_model import RewardModel
+
+_ROLES = {
+  Actor: f"an actor, of AutoModel{LM}",
+  Critic: f"a critic, of AutoModel{CLASSIFIER}",
+  RewardModel: f"a reward model, of AutoModel{CLASSIFIER}",
+}
+
+
+class HFModelWrapper:
+  """A transformers model as actor, critic or reward model, on a mesh.
+
+  A causal LM is an actor. A sequence classifier is a critic or a reward model,
+  whichever is asked of it first; a critic may also start from a causal LM, with a
+  fresh head. One step of PPO:
+
+      sequences = actor.generate_sequences(prompts)
+      rewards = reward_model.get_reward(sequences)
+      advantages = critic.compute_advantages(sequences, rewards)
+      actor.update_policy(sequences, advantages)
+      critic.update(advantages)
+  """
+
+  def __init__(
+    self,
+    model: Any = None,
+    *,
+    model_class: Any = None,
+    model_name_or_path: str | Path | None = None,
+    parallel_config: Mapping[str, int] | None = None,
+    dtype: Any = None,
+    use_flash_attn: bool | None = None,
+    num_labels: int = 1,
+    tokenizer: Any = None,
+    config: Mapping[str, Any] | None = None,
+  ):
+    """Loads the weights onto the mesh.
+
+    Args:
+      model: of transformers, in memory; it is saved into a temporary directory,
+        loaded from there, and not changed.
+      model_class: ``AutoModelForCausalLM`` or ``AutoModelForSequenceClassification``,
+        the name or the class; None: as ``model`` or the directory says.
+      model_name_or_path: HF directory, or a hub name that is in the local cache.
+      parallel_config: sizes of the mesh axes, ``{"tp": 4, "dp": 2, "pp": 1}``.
+      dtype: of products, torch's, JAX's or a name; None: as ``model.dtype`` of the
+        config. Parameters that are trained are fp32.
+      use_flash_attn: True: cuDNN's, with a warning where there is none; False: XLA's;
+        None: the faster one.
+      num_labels: of a classifier, 1.
+      tokenizer: of transformers, or its directory; None: the model's own.
+      config: keys of ``jaxrl_hybrid.config.base``, dotted or nested:
+        ``{"actor.optim.lr": 1e-6, "rollout.n": 4}``.
+
+    Raises:
+      ConfigError: an argument is wrong, or the mesh does not fit the devices.
+      ModelError: the model is not supported, or not there.
+    """
+    if num_labels != 1:
+      raise ConfigError(f"num_labels: expected 1, a score or value, got {num_labels}")
+    kind = arguments.kind_of(model, model_class)
+    with arguments.directory_of(model, model_name_or_path) as path:
+      tokenizer = arguments.find_tokenizer(tokenizer, path, model)
+      kind, source = arguments.open_source(path, kind, tokenizer)
+      settings = arguments.make_config(
+        arguments.mesh_of(parallel_config),
+        dtype=arguments.dtype_name(dtype),
+        longest=source.spec.max_positions,
+        overrides=config or {},
+      )
+      launch.setup(settings)
+      arguments.check_devices(settings.mesh.train)
+      settings.model.attention = arguments.attention_for(
+        use_flash_attn, source.spec, settings.model.dtype
+      )
+      generates = kind == LM
+      self._plan = inspection.inspect_model(settings, source, generates=generates)
+      head = params_lib.LM if generates else params_lib.VALUE
+      self._params: Params | None = role_params.make_params(self._plan, head)
+    adapted = self._plan.lora or self._plan.critic_lora
+    if adapted and model is not None:
+      raise ConfigError(
+        "model.lora, critic.lora: expected model_name_or_path, whose weights the "
+        "adapters are merged with when they are saved; got a model in memory"
+      )
+    self._kind = kind
+    self._source_dir = path if model is None else None
+    self._encoder = None
+    if tokenizer is not None:
+      self._encoder = inspection.make_encoder(settings, tokenizer)
+    self._reader = PromptReader(
+      self._encoder,
+      string_prompts=settings.data.string_prompts,
+      max_length=settings.data.max_prompt_length,
+    )
+    self._role: Actor | Critic | RewardModel | None = None
+    self._said: set[str] = set()
+    if generates:
+      self._role = build.actor_from(self._plan, self._take_params())
+
+  # An actor.
+
+  def generate_sequences(
+    self, prompts: Sequence[Any], *, greedy: bool = False
+  ) -> Sequences:
+    """Samples ``rollout.n`` completions of each prompt, or one greedy one.
+
+    Args:
+      prompts: strings, lists of messages, or lists of token ids.
+      greedy: temperature 0 and n = 1.
+
+    Returns:
+      A batch of all sequences, prompt by prompt; ``texts`` if there is a tokenizer.
+    """
+    actor = self._as(Actor)
+    batch = actor.generate_sequences(self._reader.read(prompts), greedy=greedy)
+    actor.release_generation_weights()
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    tokenizer = self._plan.source.tokenizer
+    if tokenizer is not None:
+      fields["texts"] = decode_responses(batch, tokenizer, skip_special_tokens=True)
+    return Sequences(**fields, tokenizer=tokenizer)
+
+  def compute_log_probs(self, batch: Batch) -> Batch:
+    """Adds ``old_log_probs`` and how far the engine's are from them."""
+    return self._as(Actor).compute_log_probs(batch)
+
+  def compute_ref_log_probs(self, batch: Batch) -> Batch:
+    """Adds ``ref_log_probs``: of this model as the reference of another one."""
+    actor = self._as(Actor)
+    return batch.with_fields(ref_log_probs=actor.log_probs(actor.state.weights, batch))
+
+  def update_policy(
+    self, batch: Batch, advantages: Batch | np.ndarray | None = None
+  ) -> dict[str, float]:
+    """Learns from a batch; returns ``actor/*`` metrics.
+
+    Args:
+      batch: of this actor's sequences.
+      advantages: what ``compute_advantages`` of the critic returned, or an array
+        ``[N]`` or ``[N, R]``; None: the batch has them.
+
+    Raises:
+      DataError: there are none, or of other sequences.
+      ConfigError: ``actor.use_kl_loss`` without ``ref_log_probs``.
+    """
+    actor, batch = self._as(Actor), _with_advantages(batch, advantages)
+    if self._plan.config.actor.use_kl_loss and batch.ref_log_probs is None:
+      raise ConfigError(
+        "actor.use_kl_loss: expected a batch with ref_log_probs, got none; add them by "
+        "compute_ref_log_probs of a wrapper of the reference model"
+      )
+    if batch.old_log_probs is None and actor.updates_per_batch(len(batch)) > 1:
+      batch = actor.compute_log_probs(batch)
+    return actor.update_policy(batch)
+
+  # A critic.
+
+  def compute_values(self, batch: Batch) -> Batch:
+    """Adds ``values``: index t is the value before response token t."""
+    return self._as(Critic).compute_values(batch)
+
+  def compute_advantages(self, batch: Batch, rewards: Any) -> Batch:
+    """Adds values, rewards, ``advantages`` and ``returns`` (GAE).
+
+    Args:
+      batch: N sequences.
+      rewards: ``[N]``, for the last token of each sequence, or ``[N, R]``, per token.
+
+    Raises:
+      DataError: rewards of another shape, or not finite.
+    """
+    rewards = np.asarray(rewards, np.float32)
+    if rewards.shape not in ((len(batch),), batch.response_ids.shape):
+      raise DataError(
+        f"rewards: expected shape ({len(batch)},) or {batch.response_ids.shape}, got "
+        f"{rewards.shape}"
+      )
+    per_token = on_last_token(rewards, batch) if rewards.ndim == 1 else rewards
+    if not np.isfinite(per_token[batch.valid_mask]).all():
+      raise DataError("rewards: expected finite numbers, got some that are not")
+    batch = self.compute_values(batch).with_fields(rewards=per_token)
+    config = self._plan.config
+    return compute_advantages(
+      batch, inspection.make_algorithm(config), build.make_kl_controller(config)
+    )
+
+  def update(self, batch: Batch) -> dict[str, float]:
+    """Learns the returns of ``compute_advantages``; returns ``critic/*`` metrics."""
+    critic = self._as(Critic)
+    if batch.returns is None or batch.values is None:
+      raise DataError(
+        "expected a batch with values and returns, as compute_advantages returns it"
+      )
+    return critic.update(batch)
+
+  # A reward model.
+
+  def get_reward(self, sequences: Batch | Sequence[Any]) -> np.ndarray:
+    """fp32 ``[N]``: the score of each sequence.
+
+    Args:
+      sequences: of an actor. If its tokenizer gives other ids than this model's, the
+        texts are read by this model's chat template; the ids of a plain ``Batch``
+        are taken as they are. Or N dialogues: texts, (prompt, answer) pairs, message
+        lists that end with the assistant's, or token ids.
+
+    Raises:
+      RewardError: a dialogue is too long, or the model has no score head.
+    """
+    model, most = self._as(RewardModel), self._plan.reward_model_length
+    dialogues = self._dialogues(sequences)
+    longest = max(map(len, dialogues), default=0)
+    if not 0 < min(map(len, dialogues), default=0) <= longest <= most:
+      raise RewardError(
+        f"expected dialogues of 1 to {most} tokens (reward_model.max_length), got "
+        f"{len(dialogues)} of up to {longest}"
+      )
+    return model.score_ids(dialogues)
+
+  def save_pretrained(self, directory: str | Path) -> Path:
+    """Writes an HF directory: of a critic, a sequence classifier's.
+
+    Raises:
+      ConfigError: a reward model; it is as it came.
+    """
+    if isinstance(self._role, RewardModel):
+      raise ConfigError("save_pretrained: a reward model is frozen, copy its directory")
+    source = self._plan.source
+    hf_config, head, params = source.hf_config, params_lib.LM, self._params
+    if self._kind == CLASSIFIER:
+      head = params_lib.VALUE
+      hf_config = as_classifier(hf_config, pad_token_id=source.pad_token_id)
+    if self._role is not None:
+      trained = self._role.state.store.whole_params()
+      params = role_params.full_params(self._plan, trained, head)
+    return export_hf(
+      params,
+      source.spec,
+      directory,
+      hf_config=hf_config,
+      tokenizer=source.tokenizer,
+      source_dir=self._source_dir,
+    )
+
+  def _as(self, role: type) -> Any:
+    """The worker of this role; a classifier takes the role that is asked first."""
+    if self._role is None and role is Critic:
+      self._role = build.critic_from(self._plan, self._take_params())
+    elif self._role is None and role is RewardModel:
+      self._role = self._make_reward_model()
+    if not isinstance(self._role, role):
+      what = _ROLES.get(type(self._role), "a sequence classifier")
+      raise ConfigError(f"expected {_ROLES[role]}; this wrapper is {what}")
+    return self._role
+
+  def _make_reward_model(self) -> RewardModel:
+    params, head = self._params, self._params["value_head"]["kernel"]
+    if not multihost.gather(head).any():
+      raise RewardError(
+        "get_reward: the model has no score head, so it can only be a critic; expected "
+        "a sequence classifier that was trained as a reward model"
+      )
+    layout = role_params.weight_layout(self._plan, params_lib.VALUE)
+    weights = jax.jit(layout.prepare)(params)
+    self._take_params()
+    self._plan = dataclasses.replace(self._plan, reward_model=self._plan.source)
+    return build.make_reward_model(self._plan, weights)
+
+  def _take_params(self) -> Params:
+    """The loaded parameters; the role that takes them is their only owner."""
+    params, self._params = self._params, None
+    return params
+
+  def _dialogues(self, sequences: Batch | Sequence[Any]) -> list[np.ndarray]:
+    if not isinstance(sequences, Batch):
+      return [dialogue_ids(given, self._encoder) for given in sequences]
+    theirs, own = getattr(sequences, "tokenizer", None), self._plan.source.tokenizer
+    if theirs is None or own is None or same_vocabulary(theirs, own):
+      self._say("the reward model reads the actor's token ids")
+      pairs = zip(sequences.prompts, range(len(sequences)), strict=True)
+      return [np.concatenate([p.ids, sequences.response(i)]) for p, i in pairs]
+    self._say("the reward model reads texts by its own tokenizer and chat template")
+    pairs = zip(sequences.prompts, sequences.texts, strict=True)
+    return [self._encoder.encode_answered(p.prompt, text) for p, text in pairs]
+
+  def _say(self, text: str) -> None:
+    if text not in self._said:
+      self._said.add(text)
+      logging.info("%s", text)
+
+
+def _with_advantages(batch: Batch, advantages: Batch | np.ndarray | None) -> Batch:
+  if isinstance(advantages, Batch):
+    same = advantages.response_ids.shape == batch.response_ids.shape
+    if not same or (advantages.response_ids != batch.response_ids).any():
+      raise DataError("advantages: expected those of the same sequences, got others")
+    batch = advantages
+  elif advantages is not None:
+    found, shape = np.asarray(advantages, np.float32), batch.response_ids.shape
+    if found.shape not in (shape, shape[:1]):
+      raise DataError(
+        f"advantages: expected shape {shape} or {shape[:1]}, got {found.shape}"
+      )
+    if found.ndim == 1:
+      found = np.where(batch.mask, found[:, None], np.float32(0))
+    batch = batch.with_fields(advantages=found)
+  if batch.advantages is None:
+    raise DataError(
+      "update_policy: expected advantages, in the batch or beside it, got none"
+    )
+  return batch
