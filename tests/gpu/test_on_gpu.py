@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl_hybrid.models import decoder
 from jaxrl_hybrid.models import params as params_lib
-from jaxrl_hybrid.models.spec import ModelSpec
-from jaxrl_hybrid.ops import attention
+from jaxrl_hybrid.models.spec import ExpertSpec, LatentSpec, ModelSpec
+from jaxrl_hybrid.ops import attention, grouped, grouped_triton
 from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
@@ -32,6 +32,18 @@ pytestmark = [
 ]
 
 SPEC = ModelSpec("llama", 5003, 512, 1024, 8, 8, 2, 64, 1024, initializer_range=0.04)
+LOCAL = dataclasses.replace(
+  SPEC, window=24, local_layers=(True, False) * 4, norms="sandwich", qk_norm="head"
+)
+EXPERTS = dataclasses.replace(SPEC, experts=ExpertSpec(16, 2, 256, shared_size=256))
+LATENT = dataclasses.replace(
+  EXPERTS,
+  num_kv_heads=8,
+  head_dim=96,
+  latent=LatentSpec(256, 128, 64, 32, 64),
+  dense_layers=1,
+)
+MODELS = {"llama": SPEC, "local": LOCAL, "experts": EXPERTS, "latent": LATENT}
 
 
 def qkv(dtype, length=96):
@@ -46,11 +58,17 @@ def test_cudnn_is_chosen_for_bf16_and_xla_for_fp32():
   assert attention.choose("auto", dtype=jnp.float32, head_dim=64) == "xla"
 
 
+@pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_cudnn_gradient_equals_the_fp32_reference(dtype):
+def test_cudnn_gradient_equals_the_fp32_reference(dtype, window):
   def loss(q, k, v, dtype, implementation):
     out = attention.causal(
-      q, k, v, dtype=jnp.dtype(dtype), implementation=implementation
+      q,
+      k,
+      v,
+      dtype=jnp.dtype(dtype),
+      implementation=implementation,
+      form=attention.Form(window=window),
     )
     return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
 
@@ -77,29 +95,39 @@ def test_cudnn_decode_reads_live_slots_only():
 
 
 @pytest.mark.parametrize(
-  "dtype,limit", [("float32", 1e-5), ("bfloat16", 5e-3), ("float16", 1e-3)]
+  "model,dtype,limit",
+  [
+    ("llama", "float32", 1e-5),
+    ("llama", "bfloat16", 5e-3),
+    ("llama", "float16", 1e-3),
+    ("local", "float16", 1e-3),
+    ("experts", "float32", 1e-5),
+    ("experts", "float16", 5e-3),  # a token between two experts may choose either
+    ("latent", "float16", 5e-3),
+  ],
 )
-def test_rollout_and_trainer_agree(dtype, limit):
+def test_rollout_and_trainer_agree(model, dtype, limit):
   precision = "highest" if dtype == "float32" else "default"
   with jax.default_matmul_precision(precision):
-    gap, ratio = gap_and_first_ratio(jnp.dtype(dtype))
+    gap, ratio = gap_and_first_ratio(jnp.dtype(dtype), MODELS[model])
   print(
-    f"{dtype}: mean |logp_engine - logp_trainer| = {gap:.2e}, |ratio - 1| = {ratio:.1e}"
+    f"{model} {dtype}: mean |logp_engine - logp_trainer| = {gap:.2e}, "
+    f"|ratio - 1| = {ratio:.1e}"
   )
   assert gap < limit
 
 
-def gap_and_first_ratio(dtype):
+def gap_and_first_ratio(dtype, spec):
   train = mesh_lib.train_mesh((1, 1, 1))
   source = weights_lib.WeightLayout(
-    SPEC, weights_lib.train_layout(SPEC, train, sequence_parallel=False), dtype
+    spec, weights_lib.train_layout(spec, train, sequence_parallel=False), dtype
   )
-  layout = weights_lib.generation_layout(SPEC, mesh_lib.generation_mesh(train, (1, 1)))
-  implementation = attention.choose("auto", dtype=dtype, head_dim=64)
-  model = decoder.Decoder(SPEC, dtype, implementation, layout.constrain)
+  layout = weights_lib.generation_layout(spec, mesh_lib.generation_mesh(train, (1, 1)))
+  implementation = attention.choose("auto", dtype=dtype, head_dim=spec.head_dim)
+  model = decoder.Decoder(spec, dtype, implementation, layout.constrain)
   params = jax.jit(
     lambda: source.prepare(
-      params_lib.init_params(SPEC, jax.random.key(0), vocab=source.vocab)
+      params_lib.init_params(spec, jax.random.key(0), vocab=source.vocab)
     )
   )()
   switch = hybrid.HybridEngine(source, layout)
@@ -144,3 +172,31 @@ def test_parameters_and_moments_stream_from_pinned_host_memory():
   assert kinds == {"pinned_host"}
   apart = jax.tree.map(lambda a, b: np.abs(a - b).max(), streamed, resident)
   assert max(jax.tree.leaves(apart)) < 2e-5  # of 3 steps of 1e-3
+
+
+@pytest.mark.parametrize("dtype,limit", [("float32", 1e-5), ("bfloat16", 1e-5)])
+@pytest.mark.parametrize("rows,groups", [(1000, 8), (64, 32), (5000, 3)])
+def test_triton_kernels_equal_the_loop_of_tiles(dtype, limit, rows, groups):
+  keys = jax.random.split(jax.random.key(0), 4)
+  of_i = jax.random.normal(keys[0], (rows, 200)).astype(dtype)
+  of_d = jax.random.normal(keys[1], (rows, 136)).astype(dtype)
+  matrices = jax.random.normal(keys[2], (groups, 200, 136)).astype(dtype)
+  group = jax.random.randint(keys[3], (rows - rows // 7,), 0, groups)
+  sizes = jnp.bincount(group, length=groups).at[0].set(0)
+  with jax.default_matmul_precision("highest"):
+    pairs = [
+      (
+        grouped_triton.times(of_d, matrices, sizes, contract=1),
+        grouped._times(of_d, matrices, sizes, contract=1),
+      ),
+      (
+        grouped_triton.times(of_i, matrices, sizes, contract=0),
+        grouped._times(of_i, matrices, sizes, contract=0),
+      ),
+      (
+        grouped_triton.outer_products(of_i, of_d, sizes),
+        grouped._outer_products(of_i, of_d, sizes),
+      ),
+    ]
+  for got, expected in pairs:
+    assert jnp.abs(got - expected).max() <= limit * jnp.abs(expected).max()
