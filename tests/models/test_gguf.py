@@ -1,6 +1,7 @@
 """GGUF conversion: files written here with known weights, converted, compared."""
 
 import json
+import sys
 from pathlib import Path
 
 import gguf
@@ -12,9 +13,13 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
 from jaxrl_hybrid.errors import ModelError
+from jaxrl_hybrid.models import families
+from jaxrl_hybrid.models import rope as rope_lib
+from jaxrl_hybrid.models.hf import gguf_rope
 from jaxrl_hybrid.models.hf.gguf import convert_gguf
 
 HEADS, KV_HEADS, HEAD, WIDTH, MLP, LAYERS = 4, 2, 8, 32, 48, 2
+THETA = 500.0
 SPECIALS = ["<|pad|>", "<|start|>", "<|end|>", "<tool>"]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("1", "2"), ("h", "e"), ("Ġ", "t"), ("he", "Ġt")]
@@ -80,7 +85,8 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str, pre: str) -> None:
   writer.add_head_count(HEADS)
   writer.add_head_count_kv(KV_HEADS)
   writer.add_layer_norm_rms_eps(1e-3)
-  writer.add_rope_freq_base(500.0)
+  if THETA is not None:
+    writer.add_rope_freq_base(THETA)
   if arch == "qwen3":
     writer.add_key_length(HEAD)
     writer.add_value_length(HEAD)
@@ -202,6 +208,53 @@ def test_rope_scaling(tmp_path, kind):
   )
 
 
+# theta 5e5 and width 8: kept, blended and divided frequencies are all there.
+LLAMA3 = gguf_rope.llama3_factors(5e5, HEAD, 32.0)
+
+
+def add_factors(factors, theta=5e5):
+  def extra(writer):
+    writer.add_rope_freq_base(theta)
+    writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
+
+  return extra
+
+
+def test_factors_of_llama_3_become_its_scaling(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys.modules[__name__], "THETA", None)
+  _, out = converted(tmp_path, extra=add_factors(LLAMA3))
+  rope = AutoConfig.from_pretrained(out).rope_parameters
+  assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
+  ours = families.spec_from_hf(families.load_hf_config(out)).rope
+  assert ours.kind == "llama3"
+  plain = 5e5 ** (-np.arange(0, HEAD, 2) / HEAD)
+  cos, sin = rope_lib.cos_sin(ours, HEAD, np.array([[1]]))
+  angles = np.arctan2(sin, cos)[0, 0, : HEAD // 2]
+  np.testing.assert_allclose(angles, plain / LLAMA3, rtol=1e-5)
+  assert LLAMA3[0] == 1.0 and LLAMA3[-1] == 32.0
+
+
+@pytest.mark.parametrize("factors", [LLAMA3[:3], LLAMA3 * 2, [1.0, 3.0, 2.0, 32.0]])
+def test_other_factors_are_named(tmp_path, monkeypatch, factors):
+  monkeypatch.setattr(sys.modules[__name__], "THETA", None)
+  with pytest.raises(ModelError, match="rope_freqs.weight.*expected 4 factors"):
+    converted(tmp_path, extra=add_factors(factors))
+
+
+def test_factors_of_one_are_none(tmp_path):
+  _, out = converted(tmp_path, add=("rope_freqs.weight",))
+  assert AutoConfig.from_pretrained(out).rope_parameters["rope_type"] == "default"
+
+
+def test_llama_3_tokenizer(tmp_path):
+  _, out = converted(tmp_path, pre="llama-bpe")
+  tokenizer = AutoTokenizer.from_pretrained(out)
+  # Up to three digits are one word; the beginning is marked, as the file's silence
+  # means with this tokenizer.
+  assert tokenizer.encode("12") == ids_of("<|start|>", "12")
+  assert tokenizer.encode("he\n\n t")[1:] == ids_of("he", "Ċ", "Ċ", "Ġt")
+
+
 def test_every_id_that_ends_a_turn_is_kept(tmp_path):
   _, out = converted(tmp_path, extra=lambda w: w.add_eot_token_id(0))
   config = json.loads((out / "generation_config.json").read_text())
@@ -297,7 +350,6 @@ def test_logits_equal_a_model_with_the_known_weights(tmp_path, arch, tied):
   [
     ({"arch": "mamba"}, "'mamba' is not supported"),
     ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
-    ({"add": ("rope_freqs.weight",)}, "unknown tensor 'rope_freqs.weight'"),
     ({"add": ("blk.0.attn_q.bias",)}, "unknown tensor 'blk.0.attn_q.bias'"),
     ({"skip": ("blk.1.ffn_up.weight",)}, "missing tensor 'blk.1.ffn_up.weight'"),
     ({"extra": lambda w: w.add_expert_count(4)}, "'llama.expert_count'"),

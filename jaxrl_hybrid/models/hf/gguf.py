@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf.gguf_metadata import Metadata
+from jaxrl_hybrid.models.hf.gguf_rope import FACTORS, rope_scaling
 from jaxrl_hybrid.models.hf.gguf_tokenizer import write_tokenizer
 
 _DTYPES = {
@@ -170,6 +171,7 @@ def _config(meta: Metadata, family: _Family, dtype: str) -> dict[str, Any]:
   heads = meta.arch("attention.head_count")
   width = meta.arch("embedding_length")
   names = {t.name for t in meta.tensors}
+  head_dim = _head_dim(meta, width // heads)
   return {
     "architectures": [family.hf_class],
     "model_type": meta.architecture,
@@ -180,11 +182,11 @@ def _config(meta: Metadata, family: _Family, dtype: str) -> dict[str, Any]:
     "num_hidden_layers": meta.arch("block_count"),
     "num_attention_heads": heads,
     "num_key_value_heads": meta.arch("attention.head_count_kv", heads),
-    "head_dim": _head_dim(meta, width // heads),
+    "head_dim": head_dim,
     "max_position_embeddings": meta.arch("context_length"),
     "rms_norm_eps": meta.arch_float("attention.layer_norm_rms_epsilon"),
     "rope_theta": meta.arch_float("rope.freq_base", 10000.0),
-    "rope_scaling": _rope_scaling(meta),
+    "rope_scaling": rope_scaling(meta, head_dim),
     "tie_word_embeddings": "output.weight" not in names,
     "vocab_size": len(meta.need("tokenizer.ggml.tokens")),
     **family.config,
@@ -204,19 +206,6 @@ def _head_dim(meta: Metadata, default: int) -> int:
   return head_dim
 
 
-def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
-  kind = meta.arch("rope.scaling.type", "none")
-  if kind == "none":
-    return None
-  if kind not in ("linear", "yarn"):
-    raise ModelError(f"RoPE scaling {kind!r} is not supported; linear and yarn are")
-  scaling = {"rope_type": kind, "factor": meta.arch_float("rope.scaling.factor")}
-  if kind == "yarn":
-    context = meta.arch("rope.scaling.original_context_length")
-    scaling["original_max_position_embeddings"] = context
-  return scaling
-
-
 def _generation_config(meta: Metadata) -> dict[str, Any]:
   """Returns the contents of generation_config.json: all ids that end a turn."""
   config: dict[str, Any] = {**meta.token_ids("bos", "eos", "pad")}
@@ -234,6 +223,8 @@ def _tensors(
   names = _tensor_names(meta, family, config)
   result = {}
   for tensor in meta.tensors:
+    if tensor.name == FACTORS:
+      continue  # in the config
     array = _dequantize(tensor)
     heads = family.permuted.get(tensor.name.split(".", 2)[-1])
     if heads is not None:
@@ -257,7 +248,7 @@ def _tensor_names(
   for i in range(config["num_hidden_layers"]):
     for name, hf_name in family.layer.items():
       names[f"blk.{i}.{name}"] = f"model.layers.{i}.{hf_name}"
-  found = {t.name for t in meta.tensors}
+  found = {t.name for t in meta.tensors} - {FACTORS}
   if found != names.keys():
     what, wrong = "unknown", found - names.keys()
     if not wrong:

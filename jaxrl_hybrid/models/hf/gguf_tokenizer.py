@@ -26,10 +26,13 @@ from tokenizers import (
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf.gguf_metadata import Metadata
 
-_QWEN2_REGEX = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+# Words, {digits}, the rest; {digits} is how many stand together.
+_REGEX = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{digits}"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2_REGEX = _REGEX.replace("{digits}", r"\p{N}")
+_LLAMA3_REGEX = _REGEX.replace("{digits}", r"\p{N}{1,3}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class _Splitter:
   split: Callable[[], pre_tokenizers.PreTokenizer]
   byte_level_regex: bool
   nfc: bool = False
+  ignore_merges: bool = False  # a word that is a token is not split
+  add_bos: bool = False  # where the file does not say
 
 
 _PRE_TOKENIZERS = {
@@ -49,6 +54,12 @@ _PRE_TOKENIZERS = {
     lambda: pre_tokenizers.Split(Regex(_QWEN2_REGEX), behavior="isolated"),
     byte_level_regex=False,
     nfc=True,
+  ),
+  "llama-bpe": _Splitter(
+    lambda: pre_tokenizers.Split(Regex(_LLAMA3_REGEX), behavior="isolated"),
+    byte_level_regex=False,
+    ignore_merges=True,
+    add_bos=True,
   ),
 }
 
@@ -85,7 +96,9 @@ def _bpe(meta: Metadata, tokens: list[str]) -> Tokenizer:
     if kind != TokenType.UNUSED
   }
   merges = [tuple(m.split(" ", 1)) for m in meta.need("tokenizer.ggml.merges")]
-  tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+  tokenizer = Tokenizer(
+    models.BPE(vocab=vocab, merges=merges, ignore_merges=splitter.ignore_merges)
+  )
   byte_level = pre_tokenizers.ByteLevel(
     add_prefix_space=meta.get("tokenizer.ggml.add_space_prefix", False),
     use_regex=splitter.byte_level_regex,
@@ -125,7 +138,7 @@ def _add_bos_eos(
   tokenizer: Tokenizer, meta: Metadata, names: Mapping[str, str]
 ) -> None:
   before, after = [], []
-  if meta.get("tokenizer.ggml.add_bos_token", False):
+  if meta.get("tokenizer.ggml.add_bos_token", _splitter(meta).add_bos):
     before = [_named(names, "bos_token")]
   if meta.get("tokenizer.ggml.add_eos_token", False):
     after = [_named(names, "eos_token")]
