@@ -13,7 +13,8 @@ Once with a cold page cache (the files' pages are dropped before each turn; a ca
 below this machine stays as it is) and once with a warm one. Rates are medians, of
 the bytes of the whole directory; of several processes each tells its own.
 
-``ratio``: the loader's rate by that of reading. ``read``: bytes that this process
+``ratio``: the loader's rate by that of reading. ``cpu_s``: of the loader's threads,
+to tell a slow loader from a busy machine. ``read``: bytes that this process
 read, of the directory's. ``beyond``: the peak of resident memory less what the
 process had before and, on CPUs, less the parameters; the limit is 1.2 x the largest
 tensor + one shard.
@@ -46,7 +47,7 @@ from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
 from jaxrl_hybrid.runtime import launch
 
-COLUMNS = ("disk_gb_per_s", "load_gb_per_s", "ratio", "load_s", "beyond_mb")
+COLUMNS = ("disk_gb_per_s", "load_gb_per_s", "ratio", "load_s", "cpu_s", "beyond_mb")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,12 +126,13 @@ def turn(files: list[Path], once: Any, cold: bool) -> dict[str, float]:
   prepare(files, cold)
   reset_peak()
   before, read = resident("VmRSS"), bytes_read()
-  start = time.perf_counter()
+  start, cpu = time.perf_counter(), time.process_time()
   params = jax.block_until_ready(once())
   seconds = time.perf_counter() - start
   result = {
     "disk_s": disk,
     "load_s": seconds,
+    "cpu_s": time.process_time() - cpu,
     "peak": resident("VmHWM") - before,
     "read": bytes_read() - read,
   }
@@ -147,6 +149,7 @@ def summary(turns: list[dict[str, float]], size: int, kept: int) -> dict[str, An
     "load_gb_per_s": size / seconds / 1e9,
     "ratio": disk / seconds,
     "load_s": seconds,
+    "cpu_s": median("cpu_s"),
     "beyond_mb": (max(t["peak"] for t in turns) - kept) / 1e6,
     "read_bytes": int(median("read")),
     "turns": turns,
