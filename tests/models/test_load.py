@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models import families
+from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.hf import load, shards, stored
 from jaxrl_hybrid.models.hf.checkpoint import Checkpoint
 from jaxrl_hybrid.models.hf.names import Leaf
@@ -35,12 +36,13 @@ def model(tmp_path_factory):
   return path
 
 
-def read(path, mesh=(1, 1, 1), dtype=jnp.float32):
+def read(path, mesh=(1, 1, 1), dtype=jnp.float32, **options):
   spec = families.spec_from_hf(families.load_hf_config(path))
   train = weights.train_layout(spec, mesh_lib.train_mesh(mesh), sequence_parallel=False)
   layout = weights.WeightLayout(spec, train, jnp.dtype(jnp.float32))
   shardings = jax.tree.map(lambda x: x.sharding, layout.abstract_params())
-  return load.load_params(path, spec, shardings, vocab=layout.vocab, dtype=dtype)
+  options |= dict(vocab=layout.vocab, dtype=dtype)
+  return load.load_params(path, spec, shardings, **options)
 
 
 @pytest.fixture
@@ -133,6 +135,13 @@ def test_a_process_reads_its_own_shards_only(
   quarter = whole.nbytes // 4  # two devices of eight
   assert sum(n for _, _, n in reads) == quarter
   assert sum(prefetched) in (0, quarter)  # columns are not read ahead
+
+
+def test_kernels_alone_may_have_16_bits(model):
+  got = read(model, (1, 2, 1), jnp.float16, kernels_only=True)
+  expected = params_lib.compute_copy(read(model, (1, 2, 1)), jnp.dtype("float16"))
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, got, expected))
 
 
 def test_no_more_than_one_shard_waits_for_its_device(model, monkeypatch):

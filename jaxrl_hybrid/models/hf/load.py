@@ -8,6 +8,7 @@ holds one shard and the threads' buffers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -34,6 +35,7 @@ def load_params(
   head: str = params_lib.LM,
   fresh_head: bool = True,
   dtype: jnp.dtype = jnp.float32,
+  kernels_only: bool = False,
 ) -> Params:
   """Reads a model into ``shardings``, in ``dtype``.
 
@@ -46,6 +48,8 @@ def load_params(
       classifier, or where there is none a fresh one.
     fresh_head: False: it is an error that there is none.
     dtype: of the parameters.
+    kernels_only: that is the dtype of what products round; norms, biases, routers
+      and score heads are fp32.
 
   Raises:
     ModelError: a tensor is missing, left over or of another shape; a score head
@@ -65,9 +69,11 @@ def load_params(
     for leaf in wanted:
       shape = names.get(abstract, leaf.path).shape
       _check_tensors(checkpoint, leaf, leaf.tensor_shape(shape, spec.vocab_size))
-    params = _read(checkpoint, wanted, abstract, shardings, jnp.dtype(dtype))
+    dtype_of = lambda leaf: _dtype_of(leaf, jnp.dtype(dtype), kernels_only)
+    params = _read(checkpoint, wanted, abstract, shardings, dtype_of)
   if not has_head:
-    put = lambda x, sharding: multihost.put(np.asarray(x, dtype), sharding)
+    of_head = jnp.float32 if kernels_only else dtype
+    put = lambda x, sharding: multihost.put(np.asarray(x, of_head), sharding)
     fresh = params_lib.init_value_head(spec)
     params["value_head"] = jax.tree.map(put, fresh, shardings["value_head"])
   return params
@@ -78,22 +84,29 @@ def _read(
   wanted: list[names.Leaf],
   abstract: Params,
   shardings: Params,
-  dtype: jnp.dtype,
+  dtype_of: Callable[[names.Leaf], jnp.dtype],
 ) -> Params:
   """The wanted leaves, whose names and shapes have been checked."""
   params: Params = {}
   shapes = [names.get(abstract, leaf.path).shape for leaf in wanted]
   placed = [names.get(shardings, leaf.path) for leaf in wanted]
   largest = max(
-    math.prod(sharding.shard_shape(shape))
-    for shape, sharding in zip(shapes, placed, strict=True)
+    math.prod(sharding.shard_shape(shape)) * dtype_of(leaf).itemsize
+    for leaf, shape, sharding in zip(wanted, shapes, placed, strict=True)
   )
-  with ShardReader(dtype, limit=largest * dtype.itemsize) as reader:
+  with ShardReader(jnp.dtype(jnp.float32), limit=largest) as reader:
     for leaf, shape, sharding in zip(wanted, shapes, placed, strict=True):
       tensors = np.array([checkpoint.tensors[n] for n in leaf.names], object)
       tensors = tensors.reshape(shape[: leaf.lead])
-      names.put(params, leaf.path, reader.read(leaf, tensors, shape, sharding))
+      array = reader.read(leaf, tensors, shape, sharding, dtype_of(leaf))
+      names.put(params, leaf.path, array)
   return params
+
+
+def _dtype_of(leaf: names.Leaf, dtype: jnp.dtype, kernels_only: bool) -> jnp.dtype:
+  path = tuple(map(jax.tree_util.DictKey, leaf.path))
+  rounded = not kernels_only or params_lib.is_rounded(path)
+  return dtype if rounded else jnp.dtype(jnp.float32)
 
 
 def _has_score_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:

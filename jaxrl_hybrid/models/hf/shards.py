@@ -48,12 +48,14 @@ class ShardReader(contextlib.AbstractContextManager):
     tensors: np.ndarray,
     shape: tuple[int, ...],
     sharding: Sharding,
+    dtype: np.dtype | None = None,
   ) -> jax.Array:
-    """One leaf of this shape in ``sharding``.
+    """One leaf of this shape in ``sharding``, of another dtype if one is given.
 
     ``tensors`` are its ``StoredTensor``s, in an array shaped as its leading dims.
     Rows that they do not have are zeros.
     """
+    dtype = dtype or self._dtype
     devices: dict[Ranges, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
       ranges = tuple(range(*i.indices(n)) for i, n in zip(index, shape, strict=True))
@@ -61,9 +63,9 @@ class ShardReader(contextlib.AbstractContextManager):
     sequential = _reads_most_columns(leaf, tensors.flat[0], list(devices))
     arrays = []
     for ranges, holders in devices.items():
-      size = math.prod(map(len, ranges)) * self._dtype.itemsize
+      size = math.prod(map(len, ranges)) * dtype.itemsize
       self._wait_for_room(size)
-      shard = _zeros(tuple(map(len, ranges)), self._dtype)
+      shard = _zeros(tuple(map(len, ranges)), dtype)
       self._fill(pieces(leaf, tensors, ranges, shard), sequential)
       on_devices = [
         jax.device_put(
