@@ -99,7 +99,7 @@ def fresh(
 
 
 def freeze(layout: AdapterLayout, params: Params) -> Params:
-  """Stored fp32 parameters -> the frozen weights."""
+  """Stored parameters, fp32 or rounded -> the frozen weights."""
   program = jax.jit(
     lambda params: layout.frozen_part(layout.base.prepare(params)),
     out_shardings=shardings_of(layout.abstract_frozen()),

@@ -28,9 +28,9 @@ from jaxrl_hybrid.parallel.experts import sharded_mixture
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.role_params import (
-  make_params,
   make_weights,
   offload_of,
+  starting_params,
   trained_layout,
   weight_layout,
 )
@@ -55,7 +55,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   """Loads weights and builds every role that the algorithm needs."""
   config, algorithm = plan.config, make_algorithm(plan.config)
   recorder = make_recorder(run_dir, config)
-  actor = actor_from(plan, make_params(plan))
+  actor = actor_from(plan, starting_params(plan))
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   step = processes.broadcast(step)
@@ -287,7 +287,7 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
 
 
 def actor_from(plan: Plan, params: Params) -> Actor:
-  """The actor that starts from a model's stored fp32 parameters."""
+  """The actor that starts from ``starting_params`` of its model."""
   if plan.lora is None:
     return make_actor(plan, params)
   layout = trained_layout(plan)
@@ -299,7 +299,7 @@ def actor_from(plan: Plan, params: Params) -> Actor:
 
 
 def critic_from(plan: Plan, params: Params) -> Critic:
-  """The critic that starts from its model's stored fp32 parameters."""
+  """The critic that starts from ``starting_params`` of its model."""
   if plan.critic_lora is None:
     return make_critic(plan, params)
   layout = trained_layout(plan, params_lib.VALUE)
@@ -312,7 +312,7 @@ def _loaded_critic(plan: Plan, actor: Actor) -> Critic:
   if plan.config.critic.share_base:
     return _adapted_critic(plan, actor.state.store.frozen.share(), None)
   own = plan.of_critic
-  return critic_from(own, make_params(own, params_lib.VALUE))
+  return critic_from(own, starting_params(own, params_lib.VALUE))
 
 
 def _adapted_critic(plan: Plan, frozen: Frozen, head: Params | None) -> Critic:

@@ -52,14 +52,20 @@ def offload_of(config: ConfigDict, *, everything: bool = False) -> Offload:
 
 
 def make_params(
-  plan: Plan, head: str = params_lib.LM, *, fresh_head: bool = True
+  plan: Plan,
+  head: str = params_lib.LM,
+  *,
+  fresh_head: bool = True,
+  rounded: bool = False,
 ) -> Params:
-  """Loaded or random fp32 parameters of ``plan.source``, stored as the layout says.
+  """Loaded or random parameters of ``plan.source``, stored as the layout says.
 
   Args:
     plan: of the model.
     head: ``params.LM`` or ``params.VALUE``.
     fresh_head: a model without a score head gets a value head of zeros.
+    rounded: kernels in the compute dtype, for weights that are not trained; fp32 ones
+      are never made of a directory.
   """
   layout = weight_layout(plan, head)
   abstract = layout.abstract_params()
@@ -72,6 +78,8 @@ def make_params(
       vocab=layout.vocab,
       head=head,
       fresh_head=fresh_head,
+      dtype=layout.dtype if rounded else jnp.float32,
+      kernels_only=rounded,
     )
   key = jax.random.key(plan.config.seed)
 
@@ -79,9 +87,15 @@ def make_params(
     params = params_lib.init_params(layout.spec, key, vocab=layout.vocab, head=head)
     if head == params_lib.VALUE and fresh_head:
       params["value_head"] = params_lib.init_value_head(layout.spec)
-    return params
+    return params_lib.compute_copy(params, layout.dtype) if rounded else params
 
   return jax.jit(init, out_shardings=shardings)()
+
+
+def starting_params(plan: Plan, head: str = params_lib.LM) -> Params:
+  """What a role starts from: fp32 parameters, or what its adapters leave frozen."""
+  adapted = isinstance(trained_layout(plan, head), AdapterLayout)
+  return make_params(plan, head, rounded=adapted)
 
 
 def restore_trained(
@@ -126,9 +140,9 @@ def make_weights(
 
   Adapters that it would start from are merged.
   """
-  params = make_params(plan, head, fresh_head=fresh_head)
-  path = plan.config.model.lora.path
-  if head == params_lib.LM and path:
+  path = plan.config.model.lora.path if head == params_lib.LM else ""
+  params = make_params(plan, head, fresh_head=fresh_head, rounded=not path)
+  if path:
     layout = trained_layout(plan)
     adapters = adapting.fresh(layout, seed=plan.config.seed, path=path)
     params = adapting.merge(layout, params, adapters)

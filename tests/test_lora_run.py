@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_hybrid import adapting, build, config_reader, inspection, planning
+from jaxrl_hybrid import (
+  adapting,
+  build,
+  config_reader,
+  inspection,
+  planning,
+  role_params,
+)
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.adapters import HEAD, A
@@ -102,36 +109,36 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(shared):
   row = metrics_of(run_dir)[-1]
   assert {k: x for k, x in metrics.items() if k in row} == row
   sizes = [sum(x.size for x in jax.tree.leaves(x)) for x in expected[0]]
-  whole = build.trained_layout(plan).abstract_params()
+  whole = role_params.trained_layout(plan).abstract_params()
   pairs = sum(x.size for x in jax.tree.leaves(whole))
-  assert sizes == [pairs, 2 * pairs + 1]  # and a counter
-  restored = build.restore_actor_params(plan, Checkpoints(run_dir, max_to_keep=2), 3)
+  assert sizes == [pairs, 2 * pairs + 2]  # and two counters
+  restored = role_params.restore_trained(plan, Checkpoints(run_dir, max_to_keep=2), 3)
   jax.tree.map(np.testing.assert_array_equal, host(restored), expected[0][0])
 
 
 def test_exports_are_adapters_and_a_merged_model_and_both_start_a_run(shared, tmp_path):
   plan, _, controller, _ = shared
   trained = controller.actor.state.store.whole_params()
-  build.export_adapters(plan, trained, tmp_path / "adapter")
+  role_params.export_adapters(plan, trained, tmp_path / "adapter")
   tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
   assert len(tensors) == 2 * 7 * plan.source.spec.num_layers
-  full = build.full_params(plan, trained)
+  full = role_params.full_params(plan, trained)
   generation = controller.actor.generator.plain(controller.actor.state.weights)
   kernel = lambda tree: np.asarray(tree["layers"]["attn"]["q"]["kernel"], np.float32)
   np.testing.assert_allclose(kernel(full), kernel(generation), rtol=2e-3, atol=1e-5)
   # The embedding is what it was, not what 16 bits made of it.
-  embed = np.asarray(build.make_params(plan)["embed"]["kernel"])
+  embed = np.asarray(role_params.make_params(plan)["embed"]["kernel"])
   np.testing.assert_array_equal(full["embed"]["kernel"], embed)
   start = inspect(**SHARED | dict(
     model__lora__rank=0, model__lora__path=str(tmp_path / "adapter")
   ))  # fmt: skip
   assert (start.lora.rank, start.lora.scale) == (plan.lora.rank, plan.lora.scale)
   assert start.lora.dropout == 0.1 and "q_proj" in start.lora.targets
-  actor = build._loaded_actor(start)
+  actor = build.actor_from(start, role_params.starting_params(start))
   jax.tree.map(
     np.testing.assert_array_equal, host(actor.state.store.params), host(trained)
   )
-  q = build.make_weights(start)["layers"]["attn"]["q"]["kernel"]
+  q = role_params.make_weights(start)["layers"]["attn"]["q"]["kernel"]
   assert q.dtype == jnp.float16
   np.testing.assert_allclose(np.asarray(q, np.float32), kernel(full), rtol=2e-3)
   with pytest.raises(ConfigError, match=r"model.lora.rank: .* has 4, got 3"):
@@ -162,7 +169,7 @@ def test_a_shared_critic_costs_its_adapters_in_the_plan():
   assert shared_["switch"]["merged weights"] == size(
     [x for x in jax.tree.leaves(frozen["layers"]) if x.ndim == 3]
   )
-  parameters = jax.tree.leaves(build.trained_layout(plan).abstract_params())
+  parameters = jax.tree.leaves(role_params.trained_layout(plan).abstract_params())
   stored = 4 * sum(x.size for x in parameters) // 2  # spread over dp
   assert gen["actor fp32 parameters"] == stored
   assert gen["actor moments"] == pytest.approx(2 * stored, abs=16)
@@ -188,9 +195,17 @@ def test_what_does_not_go_together_is_named(changes, said):
   assert type(caught.value).__module__ == "jaxrl_hybrid.errors"
 
 
+def test_what_is_frozen_is_loaded_in_16_bits(shared):
+  plan = shared[0]
+  params = role_params.starting_params(plan)
+  dtypes = lambda tree: {x.dtype for x in jax.tree.leaves(tree) if x.ndim == 3}
+  assert dtypes(params["layers"]) == {jnp.dtype("float16")}
+  assert params["norm"]["scale"].dtype == jnp.float32
+
+
 def test_fresh_adapters_do_not_depend_on_the_mesh():
   layouts = [
-    build.trained_layout(inspect(model__lora__rank=2, mesh__train=mesh))
+    role_params.trained_layout(inspect(model__lora__rank=2, mesh__train=mesh))
     for mesh in ((1, 1, 1), (2, 2, 1))
   ]
   pairs = [host(adapting.fresh(layout, seed=0)) for layout in layouts]

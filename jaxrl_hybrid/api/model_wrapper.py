@@ -105,7 +105,7 @@ class HFModelWrapper:
       generates = kind == LM
       self._plan = inspection.inspect_model(settings, source, generates=generates)
       head = params_lib.LM if generates else params_lib.VALUE
-      self._params: Params | None = role_params.make_params(self._plan, head)
+      self._params: Params | None = role_params.starting_params(self._plan, head)
     adapted = self._plan.lora or self._plan.critic_lora
     if adapted and model is not None:
       raise ConfigError(
