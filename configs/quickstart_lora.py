@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
   config.actor.use_kl_loss = True
   config.actor.ppo_mini_batch_size = 128
   config.actor.optim.lr = 2e-3
+  config.actor.optim.schedule = "linear"
   config.actor.optim.weight_decay = 0.0
   config.critic.optim.lr = 5e-3
   config.critic.optim.weight_decay = 0.0
