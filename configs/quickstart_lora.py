@@ -6,9 +6,10 @@
 
 Adapters change what a model can do already; they do not teach a random one. So
 the base is the quickstart's model after 50 of its 150 steps, which gets about half
-of the symbols right (eval/reward 0.49). The base is held once, in float16; trained
-are adapters of rank 16 for the actor and of rank 4 for the critic. The run
-directory has ``adapter/`` (PEFT) beside ``hf/`` (merged).
+of the symbols right (eval/reward 0.49); 60 steps of adapters take it to 0.99. The
+base is held once, in float16; trained are adapters of rank 16 for the actor and of
+rank 4 for the critic. The run directory has ``adapter/`` (PEFT) beside ``hf/``
+(merged).
 """
 
 from ml_collections import ConfigDict
