@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
     )
   plan = inspection.inspect(config, training=False)
   _check(plan, flags)
+  check_replaceable(flags.out.absolute(), plan.source.path)
   head, hf_config = HEADS[flags.role], plan.source.hf_config
   if head == params_lib.VALUE:
     plan = plan.of_critic

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxrl_hybrid import build, cli, inspection, role_params
 from jaxrl_hybrid.controller import Controller
-from jaxrl_hybrid.models.hf.export import export_hf
+from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
 from jaxrl_hybrid.runtime import processes
 
 
@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> None:
     processes.say("dry run finished: nothing was loaded")
     return
   run_dir = Path(config.trainer.run_dir or processes.broadcast(_default_run_dir(file)))
+  if config.trainer.export_hf:
+    check_replaceable((run_dir / "hf").absolute(), plan.source.path)
   controller = build.assemble(plan, run_dir)
   processes.say(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}")
   try:

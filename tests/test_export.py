@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_hybrid.errors import ModelError
 from jaxrl_hybrid.models.hf.checkpoint import Checkpoint
+from jaxrl_hybrid.models.hf.export import check_replaceable
 
 TESTS = Path(__file__).parent
 # One process: a run of one step, then what is to be exported of its checkpoint.
@@ -84,3 +86,13 @@ def test_transformers_loads_the_critic(exported):
   )
   assert not report["missing_keys"] and not report["unexpected_keys"]
   assert model.num_labels == 1
+
+
+def test_an_export_never_replaces_what_the_run_began_with(tmp_path):
+  (tmp_path / "base").mkdir()
+  (tmp_path / "base" / "config.json").write_text("{}")
+  (tmp_path / "same").symlink_to("base")
+  check_replaceable(tmp_path / "base", tmp_path / "other")
+  for out in ("base", "same"):
+    with pytest.raises(ModelError, match="training began with"):
+      check_replaceable(tmp_path / out, tmp_path / "base")

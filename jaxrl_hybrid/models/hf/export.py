@@ -62,10 +62,11 @@ def export_hf(
     The directory.
 
   Raises:
-    ModelError: ``out_dir`` holds something else than an exported model.
+    ModelError: ``out_dir`` holds something else than an exported model, or the
+      model itself that the parameters come from.
   """
   out_dir = Path(out_dir).absolute()
-  check_replaceable(out_dir)
+  check_replaceable(out_dir, source_dir)
   dtypes = _dtypes(hf_config, source_dir, dtype)
   if not multihost.is_primary():
     for _ in _tensors(params, spec, dtypes):
@@ -86,10 +87,24 @@ def export_hf(
   return out_dir
 
 
-def check_replaceable(out_dir: Path) -> None:
-  """An export replaces an earlier export or an empty directory, nothing else."""
+def check_replaceable(out_dir: Path, source_dir: str | Path | None = None) -> None:
+  """An export replaces an earlier export or an empty directory, nothing else.
+
+  Args:
+    out_dir: where it goes.
+    source_dir: the model that training began with: a run's reference, the base of
+      its adapters and of the next export, so it must stay.
+
+  Raises:
+    ModelError: it would replace something else.
+  """
   if not out_dir.exists():
     return
+  if source_dir is not None and out_dir.resolve() == Path(source_dir).resolve():
+    raise ModelError(
+      f"{out_dir} is the model that training began with, which reference and adapters "
+      "need unchanged; expected another directory"
+    )
   earlier = out_dir.is_dir() and (
     (out_dir / "config.json").is_file() or not any(out_dir.iterdir())
   )

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = {A: ".lora_A.weight", B: ".lora_B.weight"}
 _SCORE = _PREFIX + names.SCORE
+_NAME = re.compile(r"[\w.]+")
 # Fields that change the function; any other value than these is refused.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
   "peft_type": ("LORA",),
@@ -45,6 +47,10 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
   "layer_replication": (None,),
   "target_parameters": (None, []),
   "trainable_token_indices": (None,),
+  "alora_invocation_tokens": (None, []),
+  "use_qalora": (False, None),
+  # Others change the base too.
+  "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
   "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
 }
 
@@ -80,19 +86,47 @@ def read_spec(directory: str | Path) -> LoraSpec:
   for key, allowed in _EXPECTED.items():
     if config.get(key) not in allowed:
       raise ModelError(
-        f"{file}: {key}={config[key]!r} is not supported, expected one of {allowed}"
+        f"{file}: {key}={config.get(key)!r} is not supported, expected one of {allowed}"
       )
-  found = {
-    name.removesuffix(_SUFFIXES[A]).rpartition(".")[2]
+  if rank < 1 or not 0 < alpha < math.inf:
+    raise ModelError(
+      f"{file}: expected r >= 1 and lora_alpha > 0, got {rank} and {alpha}"
+    )
+  modules = {
+    name.removesuffix(_SUFFIXES[A]).removeprefix(_PREFIX)
     for name in _read(directory)
     if name.endswith(_SUFFIXES[A])
   }
-  return LoraSpec(
+  lora = LoraSpec(
     rank=rank,
     alpha=alpha,
-    targets=tuple(sorted(found)),
+    targets=tuple(sorted({name.rpartition(".")[2] for name in modules})),
     rslora=bool(config.get("use_rslora")),
   )
+  _check_scales(file, config, lora, modules)
+  return lora
+
+
+def _check_scales(
+  file: Path, config: dict[str, Any], lora: LoraSpec, modules: set[str]
+) -> None:
+  """Patterns may give modules other ranks and alphas, but one scale to all."""
+  ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+  for key in (*ranks, *alphas):
+    if not _NAME.fullmatch(key):
+      raise ModelError(f"{file}: expected names as keys of patterns, got {key!r}")
+  for name in sorted(modules):
+    own = lambda patterns, default, name=name: next(
+      (x for key, x in patterns.items() if f".{name}".endswith(f".{key}")), default
+    )
+    of_module = dataclasses.replace(
+      lora, rank=own(ranks, lora.rank), alpha=own(alphas, lora.alpha)
+    )
+    if not math.isclose(of_module.scale, lora.scale):
+      raise ModelError(
+        f"{file}: {name} has scale {of_module.scale:g} by rank_pattern and "
+        f"alpha_pattern; expected {lora.scale:g} of r and lora_alpha in every module"
+      )
 
 
 def load_adapters(
