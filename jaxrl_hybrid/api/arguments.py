@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
 
 from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid import config_checks as checks
 from jaxrl_hybrid import config_reader, model_source
 from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.errors import ConfigError, ModelError
@@ -109,10 +111,14 @@ def mesh_of(parallel_config: Mapping[str, int] | None) -> tuple[int, int, int]:
   Raises:
     ConfigError: unknown keys, or no positive integers.
   """
-  given = dict(parallel_config or {})
-  if set(given) - set(AXES) or any(type(n) is not int or n < 1 for n in given.values()):
+  given = {} if parallel_config is None else parallel_config
+  if (
+    not isinstance(given, Mapping)
+    or set(given) - set(AXES)
+    or any(type(n) is not int or n < 1 for n in given.values())
+  ):
     raise ConfigError(
-      f"parallel_config: expected integers >= 1 for {AXES}, got {given}"
+      f"parallel_config: expected a dict of integers >= 1 for {AXES}, got {given!r}"
     )
   pp, tp, dp = (given.get(axis, 1) for axis in AXES)
   return pp, tp, dp
@@ -150,6 +156,29 @@ def dtype_name(dtype: Any) -> str | None:
   return name
 
 
+def check_lora(config: ConfigDict, kind: str, *, in_memory: bool) -> None:
+  """Adapters are asked for in the section of this kind, of a model in a directory.
+
+  Raises:
+    ConfigError: they are not.
+  """
+  sections = {LM: config.model.lora, CLASSIFIER: config.critic.lora}
+  keys = {LM: "model.lora", CLASSIFIER: "critic.lora"}
+  asked = [kind for kind, section in sections.items() if checks.has_lora(section)]
+  if not asked:
+    return
+  if kind not in asked:
+    raise ConfigError(
+      f"config: expected {keys[kind]} for a model of class ...{kind}, got "
+      f"{keys[asked[0]]}, which it does not have"
+    )
+  if in_memory:
+    raise ConfigError(
+      f"{keys[kind]}: expected model_name_or_path, whose weights the adapters are "
+      "merged with when they are saved; got a model in memory"
+    )
+
+
 def attention_for(use_flash_attn: bool | None, spec: ModelSpec, dtype: str) -> str:
   """The attention that this asks for; warns if there is no flash attention here."""
   if not use_flash_attn:
@@ -184,6 +213,8 @@ def make_config(
   Raises:
     ConfigError: an unknown key or a wrong value.
   """
+  if not isinstance(overrides, Mapping):
+    raise ConfigError(f"config: expected a dict of keys and values, got {overrides!r}")
   config, changes = config_lib.base(), dict(_flat(overrides))
   _check_keys(changes)
   pp, tp, dp = mesh
@@ -234,9 +265,16 @@ def find_tokenizer(given: Any, path: Path, model: Any) -> Any:
 
   Returns:
     None if the model came without one.
+
+  Raises:
+    ConfigError: ``given`` is neither a tokenizer nor a path.
   """
-  if given is not None and not isinstance(given, str | Path):
+  if isinstance(given, PreTrainedTokenizerBase):
     return given
+  if given is not None and not isinstance(given, str | Path):
+    raise ConfigError(
+      f"tokenizer: expected one of transformers or its directory, got {given!r:.80}"
+    )
   origin = getattr(model, "name_or_path", "") or ""
   for directory in [given] if given is not None else [path, Path(origin or path)]:
     if given is not None or tokenizers.has_tokenizer(directory):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_hybrid import build, inspection, role_params
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.api import arguments
-from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids
+from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids, numbers
 from jaxrl_hybrid.data.tokenizer import same_vocabulary
 from jaxrl_hybrid.errors import ConfigError, DataError, RewardError
 from jaxrl_hybrid.models import params as params_lib
@@ -95,8 +95,9 @@ class HFModelWrapper:
         arguments.mesh_of(parallel_config),
         dtype=arguments.dtype_name(dtype),
         longest=source.spec.max_positions,
-        overrides=config or {},
+        overrides={} if config is None else config,
       )
+      arguments.check_lora(settings, kind, in_memory=model is not None)
       launch.setup(settings)
       arguments.check_devices(settings.mesh.train)
       settings.model.attention = arguments.attention_for(
@@ -106,12 +107,6 @@ class HFModelWrapper:
       self._plan = inspection.inspect_model(settings, source, generates=generates)
       head = params_lib.LM if generates else params_lib.VALUE
       self._params: Params | None = role_params.starting_params(self._plan, head)
-    adapted = self._plan.lora or self._plan.critic_lora
-    if adapted and model is not None:
-      raise ConfigError(
-        "model.lora, critic.lora: expected model_name_or_path, whose weights the "
-        "adapters are merged with when they are saved; got a model in memory"
-      )
     self._kind = kind
     self._source_dir = path if model is None else None
     self._encoder = None
@@ -121,6 +116,7 @@ class HFModelWrapper:
       self._encoder,
       string_prompts=settings.data.string_prompts,
       max_length=settings.data.max_prompt_length,
+      vocab_size=source.spec.vocab_size,
     )
     self._role: Actor | Critic | RewardModel | None = None
     self._said: set[str] = set()
@@ -199,7 +195,7 @@ class HFModelWrapper:
     Raises:
       DataError: rewards of another shape, or not finite.
     """
-    rewards = np.asarray(rewards, np.float32)
+    rewards = numbers(rewards, "rewards")
     if rewards.shape not in ((len(batch),), batch.response_ids.shape):
       raise DataError(
         f"rewards: expected shape ({len(batch)},) or {batch.response_ids.shape}, got "
@@ -236,6 +232,7 @@ class HFModelWrapper:
 
     Raises:
       RewardError: a dialogue is too long, or the model has no score head.
+      DataError: no list of dialogues.
     """
     model, most = self._as(RewardModel), self._plan.reward_model_length
     dialogues = self._dialogues(sequences)
@@ -303,7 +300,10 @@ class HFModelWrapper:
 
   def _dialogues(self, sequences: Batch | Sequence[Any]) -> list[np.ndarray]:
     if not isinstance(sequences, Batch):
-      return [dialogue_ids(given, self._encoder) for given in sequences]
+      if isinstance(sequences, str):
+        raise DataError(f"expected a list of dialogues, got {sequences!r:.80}")
+      size = self._plan.source.spec.vocab_size
+      return [dialogue_ids(x, self._encoder, vocab_size=size) for x in sequences]
     theirs, own = getattr(sequences, "tokenizer", None), self._plan.source.tokenizer
     if theirs is None or own is None or same_vocabulary(theirs, own):
       self._say("the reward model reads the actor's token ids")
@@ -326,13 +326,15 @@ def _with_advantages(batch: Batch, advantages: Batch | np.ndarray | None) -> Bat
       raise DataError("advantages: expected those of the same sequences, got others")
     batch = advantages
   elif advantages is not None:
-    found, shape = np.asarray(advantages, np.float32), batch.response_ids.shape
+    found, shape = numbers(advantages, "advantages"), batch.response_ids.shape
     if found.shape not in (shape, shape[:1]):
       raise DataError(
         f"advantages: expected shape {shape} or {shape[:1]}, got {found.shape}"
       )
     if found.ndim == 1:
       found = np.where(batch.mask, found[:, None], np.float32(0))
+    if not np.isfinite(found[batch.mask]).all():
+      raise DataError("advantages: expected finite numbers, got some that are not")
     batch = batch.with_fields(advantages=found)
   if batch.advantages is None:
     raise DataError(

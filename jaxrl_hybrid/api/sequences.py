@@ -27,12 +27,19 @@ class PromptReader:
     encoder: None: only token ids can be read.
     string_prompts: ``plain`` or ``user``, as in the config.
     max_length: most tokens of a prompt.
+    vocab_size: of the model; token ids are below it.
   """
 
   def __init__(
-    self, encoder: PromptEncoder | None, *, string_prompts: str, max_length: int
+    self,
+    encoder: PromptEncoder | None,
+    *,
+    string_prompts: str,
+    max_length: int,
+    vocab_size: int,
   ):
     self._encoder, self._max_length = encoder, max_length
+    self._vocab_size = vocab_size
     self._as_user = string_prompts == "user"
     self._draws = 0
 
@@ -40,7 +47,8 @@ class PromptReader:
     """Every call gives its prompts new draw ids, so that their samples differ.
 
     Raises:
-      DataError: no prompt, an empty or too long one, or of another form.
+      DataError: no prompt, an empty or too long one, ids that the model does not
+        have, or another form.
       ConfigError: text without a tokenizer or messages without a chat template.
     """
     if isinstance(prompts, str) or not len(prompts):
@@ -51,7 +59,7 @@ class PromptReader:
     if isinstance(given, Prompt):
       ids, prompt, text = given.ids, given.prompt, given.text
     elif is_ids(given):
-      ids, prompt, text = np.asarray(given, np.int32), "", ""
+      ids, prompt, text = token_ids(given, self._vocab_size), "", ""
       if self._encoder:
         prompt = text = self._encoder.tokenizer.decode(ids.tolist())
     elif self._encoder is None:
@@ -85,20 +93,48 @@ def is_ids(given: Any) -> bool:
   )
 
 
-def dialogue_ids(given: Any, encoder: PromptEncoder | None) -> np.ndarray:
+def token_ids(given: Any, vocab_size: int) -> np.ndarray:
+  """int32 ids ``[T]`` of one row.
+
+  Raises:
+    DataError: an id that the model does not have.
+  """
+  ids = np.asarray(given)
+  if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+    raise DataError(
+      f"token ids: expected 0 to {vocab_size - 1} (the model's vocab_size), got "
+      f"{ids.min()} to {ids.max()}"
+    )
+  return ids.astype(np.int32)
+
+
+def numbers(given: Any, name: str) -> np.ndarray:
+  """An fp32 array of what is given; a DataError that names it if that is no array."""
+  try:
+    return np.asarray(given, np.float32)
+  except (TypeError, ValueError) as error:
+    raise DataError(
+      f"{name}: expected an array of numbers, got {given!r:.80}: {error}"
+    ) from error
+
+
+def dialogue_ids(
+  given: Any, encoder: PromptEncoder | None, *, vocab_size: int
+) -> np.ndarray:
   """int32 ids ``[T]`` of a dialogue as a judge reads it.
 
   Args:
     given: token ids, a text, (prompt, answer), or messages of which the last one is
       the assistant's.
     encoder: of the judge; None: only token ids can be read.
+    vocab_size: of the judge.
 
   Raises:
     ConfigError: text without a tokenizer, or messages without a chat template.
-    DataError: another form.
+    DataError: another form, or ids that the judge does not have.
   """
   if is_ids(given):
-    return np.asarray(given, np.int32)
+    return token_ids(given, vocab_size)
   if encoder is None:
     raise ConfigError(
       "the model came without a tokenizer: pass tokenizer= to the wrapper, or give it "

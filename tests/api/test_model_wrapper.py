@@ -175,7 +175,7 @@ def test_prompts_are_text_messages_or_ids(actor):
   assert batch.prompts[1].text == "user w1 w2 . assistant"
   draws = set(batch.draw_ids) | set(actor.generate_sequences(["w1"] * 4).draw_ids)
   assert len(draws) == 8
-  for wrong in ("w1", [], [[]], ["w1 " * 17], [3]):
+  for wrong in ("w1", [], [[]], ["w1 " * 17], [3], [[5, 99]], [[-1, 5]]):
     with pytest.raises(JaxrlError, match="expected|prompt"):
       actor.generate_sequences(wrong)
 
@@ -204,7 +204,7 @@ def test_a_reward_model_with_other_ids_reads_the_text(actor, places, caplog):
   ids = [own(text)["input_ids"] for text in texts]
   for given in (texts, messages, pairs, ids):
     np.testing.assert_allclose(reward_model.get_reward(given), found, rtol=1e-5)
-  for wrong in ([], [""], ["w1 " * 65], [{"role": "user"}]):
+  for wrong in ([], [""], ["w1 " * 65], [{"role": "user"}], "w1", [[99]], [[-1]]):
     with pytest.raises(JaxrlError, match="expected"):
       reward_model.get_reward(wrong)
 
@@ -221,9 +221,12 @@ def test_each_role_has_its_methods(actor, reward_model, critic):
     (lambda: critic.generate_sequences(["w1"]), "an actor, of AutoModelForCausalLM"),
     (lambda: actor.update_policy(batch), "expected advantages"),
     (lambda: actor.update_policy(batch, np.zeros(3)), r"expected shape \(4, "),
+    (lambda: actor.update_policy(batch, [np.nan] * 4), "advantages.*finite"),
+    (lambda: actor.update_policy(batch, ["good"] * 4), "advantages.*numbers"),
     (lambda: actor.update_policy(batch, batch.select([1, 0, 2])), "same sequences"),
     (lambda: critic.compute_advantages(batch, [[1.0]]), r"expected shape \(4,\)"),
     (lambda: critic.compute_advantages(batch, [np.nan] * 4), "finite"),
+    (lambda: critic.compute_advantages(batch, [[1.0], [2.0, 3.0]]), "rewards.*numb"),
     (lambda: critic.update(batch), "values and returns"),
     (lambda: reward_model.compute_values(batch), "this wrapper is a reward model"),
     (lambda: reward_model.save_pretrained("x"), "frozen"),
@@ -249,9 +252,11 @@ def test_a_model_in_memory_leaves_nothing_on_disk(actor, tmp_path, monkeypatch):
   wrapper = HFModelWrapper(model, dtype="float32", config=SMALL)
   assert not list(tmp_path.iterdir())
   assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+  with pytest.raises(JaxrlError, match="model.lora: expected model_name_or_path"):
+    HFModelWrapper(model, config=SMALL | {"model.lora.rank": 2})
   with pytest.raises(JaxrlError, match="came without a tokenizer"):
     wrapper.generate_sequences(["w1"])
-  reader = PromptReader(None, string_prompts="plain", max_length=3)
+  reader = PromptReader(None, string_prompts="plain", max_length=3, vocab_size=9)
   (prompt,) = reader.read([[4, 5, 6]])
   assert prompt.ids.tolist() == [4, 5, 6] and prompt.ids.dtype == np.int32
 
@@ -266,6 +271,16 @@ def test_a_model_in_memory_leaves_nothing_on_disk(actor, tmp_path, monkeypatch):
     (dict(num_labels=2), ["num_labels: expected 1", "got 2"]),
     (dict(parallel_config={"tp": 2, "pd": 1}), ["pp", "'pd': 1"]),
     (dict(parallel_config={"tp": 0}), [">= 1"]),
+    (dict(parallel_config="tp4"), ["parallel_config", "a dict", "'tp4'"]),
+    (dict(config=["rollout.n"]), ["config: expected a dict"]),
+    (dict(tokenizer=3), ["tokenizer", "got 3"]),
+    (dict(config={"critic.lora.rank": 2}), ["expected model.lora", "critic.lora"]),
+    (
+      dict(
+        config={"model.lora.rank": 2}, model_class="AutoModelForSequenceClassification"
+      ),
+      ["expected critic.lora", "model.lora"],
+    ),
     (dict(parallel_config={"tp": 32}), ["32 devices, got 16", "JAX_NUM_CPU_DEVICES"]),
     (dict(dtype="int8"), ["dtype", "int8"]),
     (dict(dtype=torch.float64), ["dtype", "float64"]),
