@@ -26,11 +26,12 @@ def lora_spec(config: ConfigDict, head: str, spec: ModelSpec) -> LoraSpec | None
   Raises:
     ConfigError: a target that the model does not have, or a knob that a directory
       of adapters contradicts.
-    ModelError: ``path`` is no such directory.
+    ModelError: ``path`` is no such directory, or does not fit the model.
   """
   key = SECTIONS[head]
   section = checks.get(config, key)
-  if not section.rank and not section.path:
+  if not checks.has_lora(section):
+    _check_unused(key, section)
     return None
   if section.path:
     lora = peft.read_spec(section.path)
@@ -40,16 +41,29 @@ def lora_spec(config: ConfigDict, head: str, spec: ModelSpec) -> LoraSpec | None
       section.rank, section.alpha, targets=section.targets, rslora=section.rslora
     )
   adapters_lib.targets(spec, lora)  # named before anything loads
+  if section.path:
+    peft.check_fits(section.path, spec, lora, head=head == params_lib.VALUE)
   return LoraSpec(
     lora.rank, lora.alpha, section.dropout, tuple(lora.targets), lora.rslora
   )
+
+
+def _check_unused(key: str, section: ConfigDict) -> None:
+  default = checks.get(config_lib.base(), key)
+  for name, value in section.items():
+    if value != default[name]:
+      raise ConfigError(
+        f"{key}.{name}={value!r}: expected {key}.rank > 0 with it, or {key}.path; "
+        "without there are no adapters and the whole model is trained"
+      )
 
 
 def _check_agrees(key: str, section: ConfigDict, lora: LoraSpec) -> None:
   default = checks.get(config_lib.base(), key)
   for name in ("rank", "alpha", "targets", "rslora"):
     value, found = section[name], getattr(lora, name)
-    if value != default[name] and value != found:
+    same = set(value) == set(found) if name == "targets" else value == found
+    if value != default[name] and not same:
       raise ConfigError(
         f"{key}.{name}: {section.path} has {found!r}, got {value!r}; expected the same "
         "or nothing: a directory brings its own"

@@ -21,6 +21,7 @@ from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.adapters import HEAD, A
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
+from jaxrl_hybrid.runtime.recorder import CONFIG_FILE, Recorder
 from jaxrl_hybrid.runtime.timers import Timers
 
 TESTS = Path(__file__).parent
@@ -187,6 +188,7 @@ def test_a_shared_critic_costs_its_adapters_in_the_plan():
     (dict(critic__share_base=True, model__lora__rank=2), "critic.lora.rank > 0"),
     (SHARED | dict(critic__path="elsewhere"), "critic.path"),
     (dict(model__lora__path="/nowhere"), "/nowhere"),
+    (dict(model__lora__alpha=8.0), "model.lora.alpha=8.0: expected model.lora.rank"),
   ],
 )
 def test_what_does_not_go_together_is_named(changes, said):
@@ -211,3 +213,13 @@ def test_fresh_adapters_do_not_depend_on_the_mesh():
   pairs = [host(adapting.fresh(layout, seed=0)) for layout in layouts]
   jax.tree.map(np.testing.assert_array_equal, *pairs)
   assert np.any(pairs[0]["layers"]["attn"]["q"][A])
+
+
+def test_going_on_with_another_scale_of_the_adapters_is_refused(tmp_path):
+  config = inspect(model__lora__rank=2).config
+  (tmp_path / CONFIG_FILE).write_text(config.to_json_best_effort())
+  with config.unlocked():
+    config.actor.optim.lr = 5e-4  # may change
+    config.model.lora.alpha = 8.0
+  with pytest.raises(ConfigError, match=r"with model.lora.alpha 32.0 -> 8.0; expected"):
+    Recorder(tmp_path, config).open(1)

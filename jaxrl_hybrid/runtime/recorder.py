@@ -21,6 +21,9 @@ from jaxrl_hybrid.runtime.metrics import METRICS_FILE, STEP_KEY, MetricsWriter
 from jaxrl_hybrid.runtime.trackers import make_trackers
 
 CONFIG_FILE = "config.json"
+# Keys that a saved state depends on without showing it in its shapes.
+FIXED = tuple(f"{role}.lora.{key}" for role in ("model", "critic")
+              for key in ("alpha", "rslora"))  # fmt: skip
 SAMPLES_FILE = "samples.jsonl"
 LOCK_FILE = ".lock"
 
@@ -59,7 +62,8 @@ class Recorder:
     Lines of later steps are dropped.
 
     Raises:
-      ConfigError: a start in a directory that holds a finished or another run.
+      ConfigError: a start in a directory that holds a finished or another run, or
+        going on with a key of ``FIXED`` changed.
     """
     self._console = Console(self._config.trainer.total_steps)
     self._sample_rows = self._config.trainer.sample_rows
@@ -82,6 +86,12 @@ class Recorder:
   def _greet(self, step: int | None) -> None:
     changed = _changed(self.run_dir / CONFIG_FILE, self._config)
     if step is not None:
+      wrong = [text for text in changed or () if text.split()[0] in FIXED]
+      if wrong:
+        raise ConfigError(
+          f"{self.run_dir}: what step {step} has trained means something else with "
+          f"{', '.join(wrong)}; expected the old value, or another trainer.run_dir"
+        )
       self.say(f"resumed from step {step} of {self.run_dir}")
       if changed:
         self.say("changed since: " + ", ".join(changed))

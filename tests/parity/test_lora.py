@@ -175,13 +175,19 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     (lambda d: change_config(d, init_lora_weights="pissa"), "init_lora.*'pissa'"),
     (lambda d: change_config(d, alpha_pattern={"q_proj": 6}), "q_proj has scale 4.2"),
     (lambda d: change_config(d, rank_pattern={"1.self_attn.v_proj": 4}), "v_proj has"),
-    (lambda d: change_config(d, alpha_pattern={"(q|v)_proj": 6}), "names as keys"),
+    (lambda d: change_config(d, alpha_pattern={"(q|v)_proj": 6}), "expected names"),
+    (lambda d: change_config(d, alpha_pattern={"q_proj": "6"}), "numbers > 0"),
+    (lambda d: change_tensors(d, lambda t: {}), "found none"),
+    (
+      lambda d: change_tensors(d, lambda t: t | {FIRST: t[FIRST] * np.nan}),
+      f"{FIRST}: expected finite",
+    ),
     (lambda d: (d / peft.CONFIG_FILE).unlink(), peft.CONFIG_FILE),
     (lambda d: (d / peft.WEIGHTS_FILE).write_bytes(b"no"), "safetensors"),
     (lambda d: change_tensors(d, lambda t: {k: t[k] for k in t if k != FIRST}), FIRST),
     (lambda d: change_tensors(d, lambda t: t | {FIRST: t[FIRST][:1]}), r"\(1, 64\)"),
   ],
-  ids=range(14),
+  ids=range(17),
 )
 def test_other_adapters_and_damaged_ones_are_named(damage, said, tiny, tmp_path):
   spec, layout, directory = tiny

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -97,6 +98,8 @@ def read_spec(directory: str | Path) -> LoraSpec:
     for name in _read(directory)
     if name.endswith(_SUFFIXES[A])
   }
+  if not modules:
+    raise ModelError(f"{directory / WEIGHTS_FILE}: expected adapters, found none")
   lora = LoraSpec(
     rank=rank,
     alpha=alpha,
@@ -112,9 +115,15 @@ def _check_scales(
 ) -> None:
   """Patterns may give modules other ranks and alphas, but one scale to all."""
   ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
-  for key in (*ranks, *alphas):
-    if not _NAME.fullmatch(key):
-      raise ModelError(f"{file}: expected names as keys of patterns, got {key!r}")
+  for patterns in (ranks, alphas):
+    if not isinstance(patterns, dict) or not all(
+      _NAME.fullmatch(key) and isinstance(value, int | float) and value > 0
+      for key, value in patterns.items()
+    ):
+      raise ModelError(
+        f"{file}: rank_pattern, alpha_pattern: expected names and numbers > 0, got "
+        f"{patterns}"
+      )
   for name in sorted(modules):
     own = lambda patterns, default, name=name: next(
       (x for key, x in patterns.items() if f".{name}".endswith(f".{key}")), default
@@ -143,12 +152,30 @@ def load_adapters(
   Raises:
     ModelError: a tensor is missing, left over or of another shape.
   """
-  tensors = _read(Path(directory))
+  host = _fill(Path(directory), spec, lora, head=HEAD in shardings)
+  return jax.tree.map(multihost.put, host, {name: shardings[name] for name in host})
+
+
+def check_fits(
+  directory: str | Path, spec: ModelSpec, lora: LoraSpec, *, head: bool
+) -> None:
+  """Raises what ``load_adapters`` would, before the model itself is loaded.
+
+  Args:
+    directory, spec, lora: as there.
+    head: whether there may be a score head.
+  """
+  _fill(Path(directory), spec, lora, head=head)
+
+
+def _fill(directory: Path, spec: ModelSpec, lora: LoraSpec, *, head: bool) -> Params:
+  """The adapters on the host, fp32."""
+  tensors = _read(directory)
   shapes = adapters_lib.abstract_adapters(spec, lora)
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
   modules = list(_modules(spec, lora))
   wanted = {_name(m, side) for m in modules for side in (A, B)}
-  if HEAD in shardings:
+  if head:
     wanted |= {_SCORE} & set(tensors)
   missing, extra = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
   if missing or extra:
@@ -157,10 +184,16 @@ def load_adapters(
       f"missing {missing[:4]} ({len(missing)}), left over {extra[:4]} ({len(extra)})"
     )
   for module in modules:
-    _split(module, tensors, host, Path(directory))
+    _split(module, tensors, host, directory)
   if _SCORE in wanted:
-    host[HEAD] = {"kernel": tensors[_SCORE].astype(np.float32)}
-  return jax.tree.map(multihost.put, host, {name: shardings[name] for name in host})
+    score = tensors[_SCORE].astype(np.float32)
+    if score.shape != (1, spec.hidden_size):
+      raise ModelError(
+        f"{directory}: {_SCORE} has shape {score.shape}, expected "
+        f"{(1, spec.hidden_size)} (num_labels=1)"
+      )
+    host[HEAD] = {"kernel": score}
+  return host
 
 
 def save_adapters(
@@ -304,8 +337,13 @@ def _split(module: _Module, tensors, host: Params, directory: Path) -> None:
 def _read(directory: Path) -> dict[str, np.ndarray]:
   file = directory / WEIGHTS_FILE
   try:
-    return load_file(file)
+    tensors = load_file(file)
   except (OSError, SafetensorError) as error:
     raise ModelError(
       f"{file}: expected adapters in safetensors (pickled ones are never read): {error}"
     ) from error
+  for name, tensor in tensors.items():
+    is_float = jnp.issubdtype(tensor.dtype, jnp.floating)
+    if not is_float or not np.isfinite(tensor.astype(np.float32)).all():
+      raise ModelError(f"{file}: {name}: expected finite floats, got {tensor.dtype}")
+  return tensors
