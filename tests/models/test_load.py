@@ -199,3 +199,12 @@ def test_a_stored_tensor_reads_parts(tmp_path, kind):
     tensor.read_rows(range(1, 4), None, out)
     np.testing.assert_array_equal(out, x[1:4])
     assert checkpoint.tensors["y"].dtype == jnp.dtype(kind)
+
+
+def test_what_goes_to_an_accelerator_in_parts_is_the_same(model, monkeypatch):
+  expected = read(model, (1, 2, 2))
+  monkeypatch.setattr(shards, "_is_accelerator", lambda place: True)
+  got = read(model, (1, 2, 2))
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  same = jax.tree.map(lambda a, b: a.sharding == b.sharding, got, expected)
+  assert jax.tree.all(same)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -27,6 +29,8 @@ Ranges = tuple[range, ...]
 
 class ShardReader(contextlib.AbstractContextManager):
   """Reads leaves; between the file and a device lies at most one shard.
+
+  On accelerators it is one layer of it.
 
   Args:
     dtype: of the parameters.
@@ -63,23 +67,39 @@ class ShardReader(contextlib.AbstractContextManager):
     sequential = _reads_most_columns(leaf, tensors.flat[0], list(devices))
     arrays = []
     for ranges, holders in devices.items():
-      size = math.prod(map(len, ranges)) * dtype.itemsize
-      self._wait_for_room(size)
-      shard = _zeros(tuple(map(len, ranges)), dtype)
-      self._fill(pieces(leaf, tensors, ranges, shard), sequential)
-      on_devices = [
-        jax.device_put(
-          shard, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        )
+      places = [
+        SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         for device in holders
       ]
-      self._uploads.append((size, on_devices))
-      arrays += on_devices
-      del shard
+      parts = _parts(leaf, ranges, places[0])
+      uploaded = []
+      for part, following in itertools.zip_longest(parts, parts[1:]):
+        if following and sequential:
+          _look_ahead(leaf, tensors, following)
+        uploaded.append(self._upload(leaf, tensors, part, places, dtype, sequential))
+      arrays += map(_join, zip(*uploaded, strict=True))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-  def _wait_for_room(self, size: int) -> None:
-    while self._uploads and sum(n for n, _ in self._uploads) + size > self._limit:
+  def _upload(
+    self,
+    leaf: Leaf,
+    tensors: np.ndarray,
+    ranges: Ranges,
+    places: list[SingleDeviceSharding],
+    dtype: np.dtype,
+    sequential: bool,
+  ) -> list[jax.Array]:
+    """A part of a leaf on each of the devices that hold it."""
+    size = math.prod(map(len, ranges)) * dtype.itemsize
+    self._wait_for_room(size, self._limit // (4 if _is_accelerator(places[0]) else 1))
+    part = _zeros(tuple(map(len, ranges)), dtype)
+    self._fill(pieces(leaf, tensors, ranges, part), sequential)
+    uploaded = [jax.device_put(part, place) for place in places]
+    self._uploads.append((size, uploaded))
+    return uploaded
+
+  def _wait_for_room(self, size: int, limit: int) -> None:
+    while self._uploads and sum(n for n, _ in self._uploads) + size > limit:
       jax.block_until_ready(self._uploads.popleft()[1])
 
   def _fill(self, found: Iterator[Piece], sequential: bool) -> None:
@@ -139,6 +159,37 @@ def _reads_most_columns(
     return True
   parts = {ranges[leaf.lead + (not leaf.transposed)] for ranges in shards}
   return 2 * sum(map(len, parts)) >= tensor.shape[1]
+
+
+def _parts(leaf: Leaf, ranges: Ranges, place: SingleDeviceSharding) -> list[Ranges]:
+  """A shard as it goes to its device: to an accelerator layer by layer.
+
+  What is on its way there exists twice on the host, in the driver's staging too.
+  """
+  if not leaf.lead or not _is_accelerator(place):
+    return [ranges]
+  return [(range(i, i + 1), *ranges[1:]) for i in ranges[0]]
+
+
+def _look_ahead(leaf: Leaf, tensors: np.ndarray, ranges: Ranges) -> None:
+  """The disk is not to wait while a part goes to its device."""
+  nowhere = np.empty(tuple(map(len, ranges)), np.uint8)  # never touched
+  for piece in itertools.islice(pieces(leaf, tensors, ranges, nowhere), 2 * AHEAD):
+    piece.tensor.prefetch(piece.rows)
+
+
+def _is_accelerator(place: SingleDeviceSharding) -> bool:
+  (device,) = place.device_set
+  return device.platform != "cpu" and place.memory_kind in (None, "device")
+
+
+def _join(parts: Sequence[jax.Array]) -> jax.Array:
+  return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+
+@jax.jit
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+  return jnp.concatenate(parts)
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
