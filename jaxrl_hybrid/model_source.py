@@ -132,10 +132,11 @@ def open_directory(
   Raises:
     ModelError: an unreadable directory or an unsupported model.
   """
-  hf_config = load_hf_config(path)
+  hf_config = load_hf_config(path, key=key)
+  spec = spec_from_hf(hf_config)
   classifier.check_kind(hf_config, kinds, key=f"{key}={path}")
   return ModelSource(
-    spec_from_hf(hf_config),
+    spec,
     hf_config,
     _generation_config(str(path)),
     tokenizer,

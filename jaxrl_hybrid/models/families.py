@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_hybrid.errors import ModelError
+from jaxrl_hybrid.models.rope_config import FULL, SLIDING, ropes_from_hf
 from jaxrl_hybrid.models.spec import (
   PER_HEAD,
   POST_NORM,
-  ROPE_KINDS,
-  ROPE_OPTIONS,
   SANDWICH,
   SIGMOID,
   WHOLE,
   ExpertSpec,
   LatentSpec,
   ModelSpec,
-  RopeSpec,
 )
 
 HFConfig = Mapping[str, Any]
@@ -37,8 +35,6 @@ ACTIVATIONS = {
   "gelu_pytorch_tanh": "gelu_tanh",
   "gelu_new": "gelu_tanh",
 }
-PARTIAL_ROTARY = ("phi3",)  # families whose heads may rotate in part
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _llama(config: HFConfig) -> Fields:
@@ -257,6 +253,8 @@ def spec_from_hf(config: HFConfig) -> ModelSpec:
     activation=_activation(config),
   )
   spec = ModelSpec(**fields | FAMILIES[family](config))
+  if spec.experts:
+    _check_experts(spec.experts)
   if spec.rope_dim % 2:
     raise ModelError(f"expected an even rotary width, got {spec.rope_dim}")
   if spec.dense_layers >= spec.num_layers:
@@ -267,55 +265,28 @@ def spec_from_hf(config: HFConfig) -> ModelSpec:
   return spec
 
 
-def ropes_from_hf(config: HFConfig) -> tuple[RopeSpec, RopeSpec | None]:
-  """(rope, rope of local layers or None).
-
-  Reads all spellings: ``rope_parameters``, one or one for each layer type, and
-  ``rope_scaling`` with ``rope_theta``.
-  """
-  options = config.get("rope_parameters") or config.get("rope_scaling") or {}
-  if FULL not in options and SLIDING not in options:
-    return _rope(config, options), None
-  full, sliding = (_rope(config, options[kind]) for kind in (FULL, SLIDING))
-  return full, None if full == sliding else sliding
-
-
-def _rope(config: HFConfig, options: Mapping[str, Any]) -> RopeSpec:
-  options = dict(options)
-  theta = options.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-  legacy_kind = options.pop("type", None)
-  kind = options.pop("rope_type", None) or legacy_kind or "default"
-  if kind not in ROPE_KINDS:
+def _check_experts(experts: ExpertSpec) -> None:
+  """A token finds its experts in the groups that it may choose from."""
+  groups, best = experts.groups, experts.top_groups
+  if groups < 1 or experts.count % groups or not 1 <= best <= groups:
     raise ModelError(
-      f"rope scaling {kind!r} is not supported; expected one of {ROPE_KINDS}"
+      f"expected n_group that divides {experts.count} experts and topk_group of 1 to "
+      f"n_group, got n_group={groups}, topk_group={best}"
     )
-  missing = [name for name in ROPE_OPTIONS[kind] if options.get(name) is None]
-  if missing:
-    raise ModelError(f"rope scaling {kind!r} needs {missing}, got {options}")
-  fraction = options.pop("partial_rotary_factor", None)
-  fraction = fraction or config.get("partial_rotary_factor") or 1.0
-  if fraction != 1.0 and config.get("model_type") not in PARTIAL_ROTARY:
+  size = experts.count // groups
+  if size < experts.group_score_of or not 1 <= experts.top_k <= best * size:
     raise ModelError(
-      f"partial_rotary_factor: expected 1.0 for {config.get('model_type')}, got "
-      f"{fraction}"
+      f"expected num_experts_per_tok of 1 to {best * size} ({best} groups of {size}, "
+      f"each of at least {experts.group_score_of}), got {experts.top_k}"
     )
-  options.setdefault("max_positions", config.get("max_position_embeddings"))
-  if config.get("original_max_position_embeddings"):
-    options.setdefault(
-      "original_max_position_embeddings", config["original_max_position_embeddings"]
-    )
-  frozen = (
-    (name, tuple(value) if isinstance(value, list) else value)
-    for name, value in sorted(options.items())
-  )
-  interleaved = config.get("model_type") == "deepseek_v2" or bool(
-    config.get("rope_interleave", False)
-  )
-  return RopeSpec(float(theta), kind, tuple(frozen), float(fraction), interleaved)
 
 
-def load_hf_config(path: str | Path) -> dict[str, Any]:
+def load_hf_config(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
   """Reads ``config.json`` of a local HF directory, defaults filled in.
+
+  Args:
+    path: of the directory.
+    key: where it was given, for errors.
 
   Raises:
     ModelError: there is no such directory or it holds no readable config.
@@ -325,7 +296,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
   path = Path(path)
   if not (path / "config.json").is_file():
     raise ModelError(
-      f"model.path: expected a directory with a config.json, got {str(path)!r}"
+      f"{key}: expected a directory with a config.json, got {str(path)!r}"
     )
   try:
     return AutoConfig.from_pretrained(path, local_files_only=True).to_dict()

@@ -99,11 +99,11 @@ def verify(path: Path, *, dtype: str, tokens: int) -> list[Row]:
     ConfigError: the row is too short, or longer than the model's positions.
     ModelError: torch is missing, or the directory is not supported.
   """
-  hf_config = families.load_hf_config(path)
+  hf_config = families.load_hf_config(path, key="PATH")
+  spec = families.spec_from_hf(hf_config)
   classifier.check_kind(
     hf_config, (classifier.LM, classifier.CLASSIFIER), key="verify_model PATH"
   )
-  spec = families.spec_from_hf(hf_config)
   if not PROMPT <= tokens <= spec.max_positions - CONTINUED:
     raise ConfigError(
       f"--tokens: expected {PROMPT} to max_position_embeddings - {CONTINUED} = "

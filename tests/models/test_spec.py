@@ -94,6 +94,11 @@ def test_biases_and_norms_of_each_family(changes, expected):
       ("partial_rotary_factor", "0.5"),
     ),
     (dict(rope_scaling=dict(rope_type="linear")), ("linear", "factor")),
+    (dict(rope_scaling=dict(rope_type="linear", factor=0)), ("factor", "> 0, got 0")),
+    (dict(rope_scaling=dict(type="dynamic", factor="4")), ("factor", "got '4'")),
+    (dict(rope_theta=-1.0), ("rope_theta", "-1.0")),
+    (MOE | dict(num_experts_per_tok=99), ("num_experts_per_tok", "99")),
+    (MOE | dict(num_experts_per_tok=0), ("num_experts_per_tok", "got 0")),
     (
       dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
       ("llama3", "low_freq_factor", "original_max_position_embeddings"),
