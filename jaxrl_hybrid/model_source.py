@@ -109,17 +109,14 @@ def open_model(model: ConfigDict, *, longest: int) -> ModelSource:
   if not path:
     source = random_model(random, _open_tokenizer(model["tokenizer"]), key="model")
   else:
-    source = open_directory(
-      path,
-      key="model.path",
-      kinds=(classifier.LM,),
-      tokenizer=_open_tokenizer(model["tokenizer"] or path),
-    )
+    source = open_directory(path, key="model.path", kinds=(classifier.LM,))
+    tokenizer = _open_tokenizer(model["tokenizer"] or path)
+    source = dataclasses.replace(source, tokenizer=tokenizer)
   return source.for_length(longest)
 
 
 def open_directory(
-  path: str | Path, *, key: str, kinds: Sequence[str], tokenizer: Any
+  path: str | Path, *, key: str, kinds: Sequence[str], tokenizer: Any = None
 ) -> ModelSource:
   """Reads the configs of an HF directory.
 
@@ -176,6 +173,7 @@ def open_critic(config: ConfigDict, actor: ModelSource, *, longest: int) -> Mode
       f"critic.path={path}: expected the actor's tokenizer, got another one; a critic "
       "reads the actor's token ids"
     )
+  _check_vocabulary(critic, "critic.path")
   return critic.for_length(longest)
 
 
@@ -194,18 +192,25 @@ def open_reward_model(
     tokenizer = actor.tokenizer
     source = random_model(random, tokenizer, key="reward_model") if random else None
     return source and source.for_length(longest)
+  source = open_directory(path, key="reward_model.path", kinds=(classifier.CLASSIFIER,))
   tokenizer = tokenizers.load_tokenizer(path)
   if tokenizers.same_vocabulary(tokenizer, actor.tokenizer):
     tokenizer = actor.tokenizer
   else:
     longest = config.reward_model.max_length or longest
-  source = open_directory(
-    path,
-    key="reward_model.path",
-    kinds=(classifier.CLASSIFIER,),
-    tokenizer=tokenizer,
-  )
+  source = dataclasses.replace(source, tokenizer=tokenizer)
+  _check_vocabulary(source, "reward_model.path")
   return source.for_length(longest)
+
+
+def _check_vocabulary(source: ModelSource, key: str) -> None:
+  """An id that a model has no embedding for would be read as another one."""
+  known, most = len(source.tokenizer), source.spec.vocab_size
+  if known > most:
+    raise ModelError(
+      f"{key}={source.path}: expected a vocab_size of at least the {known} tokens of "
+      f"the tokenizer that its ids come from, got {most}"
+    )
 
 
 def _open_tokenizer(reference: str) -> Any:

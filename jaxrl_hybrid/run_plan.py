@@ -94,6 +94,7 @@ class Plan:
       "generation_config)",
       *self.source.describe_rope(),
       *adapting.describe("actor", self.lora, spec),
+      *self._describe_critic(),
       *adapting.describe("critic", self.critic_lora, self.critic.spec),
       *self.source.ignored_sampling(),
       *self._describe_reward_model(),
@@ -101,6 +102,15 @@ class Plan:
       f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
     ]
     return "\n".join(lines)
+
+  def _describe_critic(self) -> list[str]:
+    if self.critic is self.source:
+      return []
+    size = num_params(self.critic.spec, head=params_lib.VALUE)
+    return [
+      f"critic: {self.critic.spec.family}, {size:,} parameters, from "
+      f"{self.critic.describe()}"
+    ]
 
   def _describe_reward_model(self) -> list[str]:
     if self.reward_model is None:

@@ -1,6 +1,7 @@
 """A reward model beside the reward functions: what it reads and what becomes of it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def answered(plan, prompts, answers):
 
 def save_model(directory, tokenizer):
   """A random classifier with this tokenizer as an HF directory."""
-  plan = inspected(configured(random=RANDOM))
+  plan = inspected(configured(random=RANDOM | dict(vocab_size=len(tokenizer))))
   own = plan.of_model(plan.reward_model)
   params = role_params.make_params(own, params_lib.VALUE, fresh_head=False)
   config = as_classifier(own.source.hf_config, pad_token_id=0)
@@ -177,10 +178,23 @@ def test_a_directory_with_the_actors_tokenizer_or_with_its_own(tmp_path):
     worker.score(batch)
 
 
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path):
+  config = tiny_config.get_config()
+  save_model(tmp_path, inspected(config).source.tokenizer)
+  keys = {"critic.path": str(tmp_path), "algorithm.name": "ppo"}
+  said = inspected(configured(**keys)).describe()
+  assert re.search("critic: llama, [0-9,]+ parameters, from " + str(tmp_path), said)
+  file = tmp_path / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | dict(vocab_size=5)))
+  for key, changes in (("reward_model", dict(path=str(tmp_path))), ("critic", keys)):
+    with pytest.raises(JaxrlError, match=rf"{key}.path=.* at least the 12 .* got 5"):
+      inspected(configured(**changes))
+
+
 @pytest.mark.parametrize(
   "changes,words",
   [
-    (dict(path="nowhere"), ["nowhere"]),
+    (dict(path="nowhere"), ["reward_model.path: expected", "nowhere"]),
     (dict(random=RANDOM, weight=float("nan")), ["reward_model.weight"]),
     (dict(random=RANDOM, max_length=0), ["reward_model.max_length", "> 0"]),
     (dict(random=RANDOM, max_length=12), ["= 13 exceeds", "max_length", "12"]),
