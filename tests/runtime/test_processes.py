@@ -85,7 +85,7 @@ def test_put_fetch_and_gather_give_back_what_they_got(mesh):
   found = multihost.fetch({"x": everywhere(spread)})
   np.testing.assert_array_equal(found["x"], x)
   np.testing.assert_array_equal(multihost.gather(spread), x)
-  np.testing.assert_array_equal(multihost.gather(spread, 2), x[2])
+  np.testing.assert_array_equal(multihost.gather(spread, (2,)), x[2])
 
 
 def test_values_travel_unchanged():
@@ -279,7 +279,7 @@ x = np.arange(8, dtype=np.float32).reshape(4, 2)
 spread = multihost.put(x, NamedSharding(train, P("dp", "tp")))
 assert not spread.is_fully_addressable
 np.testing.assert_array_equal(multihost.gather(spread), x)
-np.testing.assert_array_equal(multihost.gather(spread, 3), x[3])
+np.testing.assert_array_equal(multihost.gather(spread, (3,)), x[3])
 try:
   multihost.fetch(spread)
 except AssertionError:
