@@ -148,9 +148,9 @@ def test_no_more_than_one_shard_waits_for_its_device(model, monkeypatch):
   waiting = []
   original = shards.ShardReader._wait_for_room
 
-  def note(self, size):
-    original(self, size)
-    waiting.append((sum(n for n, _ in self._uploads) + size, self._limit))
+  def note(self, size, limit):
+    original(self, size, limit)
+    waiting.append((sum(n for n, _ in self._uploads) + size, limit))
 
   monkeypatch.setattr(shards.ShardReader, "_wait_for_room", note)
   read(model, (1, 2, 1))
