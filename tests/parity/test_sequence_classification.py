@@ -193,3 +193,13 @@ def test_another_kind_of_model_is_named():
     classifier.check_kind(own, both, key="critic.path")
   classifier.check_kind(lm, both, key="critic.path")
   classifier.check_kind({}, both, key="critic.path")  # no name: the tensors decide
+
+
+@pytest.mark.parametrize("family", sorted(families.ARCHITECTURES))
+def test_classifiers_are_named_as_transformers_names_them(family):
+  pytest.importorskip("torch", reason="transformers' table needs it")
+  from transformers.models.auto import modeling_auto
+
+  names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+  found = classifier.as_classifier(dict(model_type=family), pad_token_id=0)
+  assert found["architectures"] == [names[family]]

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_hybrid.errors import ModelError
+from jaxrl_hybrid.models.families import ARCHITECTURES
 
 # How the names of transformers' classes end.
 LM, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+# Classifiers that are not named as the causal LM is.
+CLASSES = {"gemma3_text": "Gemma3TextForSequenceClassification"}
 
 
 def is_classifier(hf_config: Mapping[str, Any]) -> bool:
@@ -52,18 +55,12 @@ def as_classifier(
     hf_config: of a causal LM or a classifier.
     pad_token_id: transformers finds the last real token by it, and refuses batches
       without; used where the config has none.
-
-  Raises:
-    ModelError: transformers has no sequence classifier of this model.
   """
-  from transformers.models.auto import modeling_auto  # heavy, needed here only
-
-  classes = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   family = hf_config["model_type"]
-  if family not in classes:
-    raise ModelError(f"transformers has no sequence classifier of {family!r}")
+  # transformers' own table of classes cannot be read where torch is missing.
+  name = CLASSES.get(family) or ARCHITECTURES[family].removesuffix(LM) + CLASSIFIER
   config = dict(hf_config) | dict(
-    architectures=[classes[family]],
+    architectures=[name],
     id2label={"0": "LABEL_0"},
     label2id={"LABEL_0": 0},
   )
