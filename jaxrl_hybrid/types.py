@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 STOP = "stop"  # finish reason: an EOS id was sampled
+STOP_STRING = "stop_string"  # finish reason: the text has a string of rollout.stop
 LENGTH = "length"  # finish reason: max_response_length was reached
 
 
@@ -66,7 +67,7 @@ class Batch:
   sample_ids: np.ndarray  # int32 [N], 0..n-1 within a draw
   response_ids: np.ndarray  # int32 [N, R]
   response_lengths: np.ndarray  # int32 [N], EOS included
-  finish_reasons: Sequence[str]  # STOP | LENGTH
+  finish_reasons: Sequence[str]  # STOP | STOP_STRING | LENGTH
   rollout_log_probs: np.ndarray  # float32 [N, R], by the engine
   weight_version: int = 0  # of the weights that generated this
   loss_mask: np.ndarray | None = None  # bool [N, R]; None: all valid tokens

@@ -157,6 +157,51 @@ class Decoder:
     caches += [self._empty_cache(*tokens_BP.shape)] * len(params["layers"])
     return self._through(one, params, caches, x_BTD)
 
+  def extend(
+    self,
+    params: Params,
+    tokens_BC: jax.Array,
+    start: jax.Array,
+    caches: Sequence[KVCache],
+  ) -> list[KVCache]:
+    """Caches with C tokens more per row, at positions ``start`` to ``start`` + C - 1.
+
+    What the caches have before ``start`` is attended to: ``prefill`` in parts.
+    """
+    assert self.spec.knows_length, "the rope needs ModelSpec.for_length"
+    positions_1C = start + jnp.arange(tokens_BC.shape[1])[None]
+    x_BTD = self._embed(params, tokens_BC)
+
+    def one(layer_params, cache, x_BTD, active, local, *, dense=False):
+      def write(cache_BSKA, new_BCKA):
+        updated = jax.lax.dynamic_update_slice_in_dim(
+          cache_BSKA, new_BCKA.astype(self.dtype), start, 1
+        )
+        return updated if active is None else jnp.where(active, updated, cache_BSKA)
+
+      def apply(local):
+        def attend(q, k, v, *, v_dim=None, **_):
+          new = self._slots(*(x for x in (k, v) if x is not None))
+          kept = tuple(map(write, cache, new))
+          out = attention.extended(
+            q,
+            kept[0],
+            kept[-1],
+            start,
+            implementation=self.attention,
+            form=self._form(local),
+          )
+          return out[..., :v_dim], kept
+
+        layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+        context = self._context(positions_1C, local, attend)
+        return layer(x_BTD, dataclasses.replace(context, decoding=True))[:2]
+
+      x_BTD, cache = self._by_kind(local, apply)
+      return jax.lax.optimization_barrier((self._pin(x_BTD), cache))
+
+    return self._through(one, params, caches, x_BTD)[1]
+
   def decode(
     self,
     params: Params,

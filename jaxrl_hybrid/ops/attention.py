@@ -91,11 +91,40 @@ def cached(
   ).astype(jnp.float32)
 
 
-def _explicit(q_BTHA, k_BSKA, v_BSKA, seen_B1TS, form: Form) -> jax.Array:
+def extended(
+  q_BCHA: jax.Array,
+  k_BSKA: jax.Array,
+  v_BSKA: jax.Array,
+  start: jax.Array,
+  *,
+  implementation: str,
+  form: Form = Form(),
+) -> jax.Array:
+  """C fp32 queries per row at positions from ``start`` on, each over the slots up to
+  its own; fp32 out."""
+  if form.softcap or q_BCHA.shape[-1] > CUDNN_HEAD_DIM:
+    implementation = "xla"
+  positions_C1 = start + jnp.arange(q_BCHA.shape[1])[:, None]
+  slots_1S = jnp.arange(k_BSKA.shape[1])[None]
+  seen_CS = slots_1S <= positions_C1
+  if form.window:
+    seen_CS &= slots_1S > positions_C1 - form.window
+  q, k, v = _operands((q_BCHA, k_BSKA, v_BSKA), k_BSKA.dtype, implementation)
+  return _explicit(q, k, v, seen_CS[None, None], form, implementation)
+
+
+def _explicit(
+  q_BTHA, k_BSKA, v_BSKA, seen_B1TS, form: Form, implementation: str = "xla"
+) -> jax.Array:
   """Attention with its logits written out: where they are capped."""
   if form.softcap is None:
     return jax.nn.dot_product_attention(
-      q_BTHA, k_BSKA, v_BSKA, mask=seen_B1TS, scale=form.scale, implementation="xla"
+      q_BTHA,
+      k_BSKA,
+      v_BSKA,
+      mask=seen_B1TS,
+      scale=form.scale,
+      implementation=implementation,
     ).astype(jnp.float32)
   rows, length, heads, width = q_BTHA.shape
   q = q_BTHA.reshape(rows, length, k_BSKA.shape[2], -1, width)

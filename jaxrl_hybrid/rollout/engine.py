@@ -1,56 +1,94 @@
-"""The rollout engine: prompts in, token ids and log-probs out.
+"""The rollout engine: prompts in, token ids and log-probs out, row by row.
 
-Prompts are prefilled once and their keys and values shared by the n samples;
-then all rows of a wave decode in one compiled loop until the last is done.
-Lengths are bucketed so that the number of compiled programs stays small.
+Continuous batching (Yu et al. 2022, Orca, OSDI '22): rows wait in a queue
+(``schedule``), decode together in a pool of slots on the device (``pool``), and as
+some end others take their places. Read ``Engine.generate`` top-down.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
-from jaxrl_hybrid.rollout import sampling as sampling_lib
+from jaxrl_hybrid.rollout import capacity
+from jaxrl_hybrid.rollout.compiled import CompiledPrograms
+from jaxrl_hybrid.rollout.completions import Completions, Writer
+from jaxrl_hybrid.rollout.pool import Pool, Programs
 from jaxrl_hybrid.rollout.sampling import Sampling
-from jaxrl_hybrid.shapes import bucket, round_up
+from jaxrl_hybrid.rollout.schedule import (
+  Admission,
+  Group,
+  Schedule,
+  make_units,
+  prefill_width,
+)
+from jaxrl_hybrid.rollout.stop import StopStrings
+from jaxrl_hybrid.shapes import bucket
+
+CHUNK = 64  # most tokens per row between two looks of the host
+REFILL = 16  # slots are filled again when this part of them (1 / REFILL) is free
+SHRINK = 4  # the last rows move to a pool this many times smaller ...
+SMALLEST = 16  # ... unless it would have fewer slots per shard
+ADMIT = 8  # rows enter in calls of all slots of a shard, or of this part of them
+
+# Is told rows that have ended, by index, and all rows as they are.
+OnFinished = Callable[[Sequence[int], Completions], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Completions:
-  """What the engine produced, rows ordered prompt by prompt, n each.
+class Request:
+  """One call of ``Engine.generate``; see there.
 
-  Attributes:
-    ids: int32 ``[N, R]``, right-padded with 0.
-    lengths: int32 ``[N]``, the EOS included.
-    log_probs: float32 ``[N, R]`` at the temperature, full vocabulary.
-    stopped: bool ``[N]``, whether an EOS was sampled.
+  ``limits`` are int32 ``[N]``.
   """
 
-  ids: np.ndarray
-  lengths: np.ndarray
-  log_probs: np.ndarray
-  stopped: np.ndarray
+  prompts: Sequence[np.ndarray]
+  draw_ids: np.ndarray
+  n: int
+  limits: np.ndarray
+  sampling: Sampling
+  stop: StopStrings | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Of the arrays of a call.
+
+  Attributes:
+    slots: B, before memory is looked at.
+    length: S.
+    places: prompts of the largest prefill program, over all shards.
+    width: its tokens per prompt.
+  """
+
+  slots: int
+  length: int
+  places: int
+  width: int
 
 
 class Engine:
-  """Static-wave generation on the generation mesh.
+  """Continuous batching on the generation mesh.
 
   Args:
     decoder: the model, with ``constrain`` of the generation layout.
     layout: the generation layout.
     eos_ids: ids that end a row.
-    max_rows: rows that decode together; more prompts go in several waves.
+    max_rows: most rows that decode together; fewer if the cache of so many would
+      not fit into the devices' free memory.
     seed: of all random numbers.
+    prefill_tokens: most prompt tokens that a device prefills in one program; longer
+      prompts take several calls.
+    cache_fraction: of the memory that is free, most that the cache may take.
   """
 
   def __init__(
@@ -61,17 +99,19 @@ class Engine:
     eos_ids: Sequence[int],
     max_rows: int,
     seed: int,
+    prefill_tokens: int = 8192,
+    cache_fraction: float = 0.8,
   ):
     self.decoder = decoder
-    self._layout = layout
-    self._eos_ids = np.array(sorted(eos_ids), np.int32)
-    self._max_rows = max_rows
-    self._seed = seed
-    self._wave = jax.jit(
-      self._generate_wave,
-      static_argnames=("n", "max_new", "sampling"),
-      out_shardings=layout.replicated,
+    self.programs = CompiledPrograms(
+      Programs(decoder, layout, tuple(sorted(eos_ids)), seed, chunk=CHUNK)
     )
+    self._layout = layout
+    self._max_rows = max_rows
+    self._prefill_tokens = prefill_tokens
+    self._cache_fraction = cache_fraction
+    self._length = 0  # of the longest pool so far: few lengths, few programs
+    self._fitting: dict[tuple[int, int], int] = {}
 
   def generate(
     self,
@@ -80,8 +120,10 @@ class Engine:
     draw_ids: Sequence[int],
     *,
     n: int,
-    max_new: int,
+    max_new: int | Sequence[int],
     sampling: Sampling,
+    stop: StopStrings | None = None,
+    on_finished: OnFinished | None = None,
   ) -> Completions:
     """Generates n completions of each prompt.
 
@@ -89,168 +131,218 @@ class Engine:
       params: generation tree.
       prompts: token ids of each prompt, at least one token.
       draw_ids: one per prompt; with the sample id they key the random numbers.
-      n: samples per prompt.
-      max_new: most tokens per completion.
-      sampling: temperature, top-k, top-p.
+      n: samples per prompt; row ``i * n + j`` is sample j of prompt i.
+      max_new: most tokens of a completion, of all rows or of each of them.
+      sampling: what to draw from.
+      stop: strings that end a row.
+      on_finished: is told the rows that have ended while others still decode.
 
     Returns:
       ``Completions`` of ``len(prompts) * n`` rows.
+
+    Raises:
+      ConfigError: the devices have no room for the cache of two rows.
     """
-    per_wave = self.prompts_per_wave(len(prompts), n)
-    width = bucket(max(len(p) for p in prompts))
-    waves = []
-    for start in range(0, len(prompts), per_wave):
-      chunk = slice(start, start + per_wave)
-      tokens, lengths = _pad_prompts(prompts[chunk], per_wave, width)
-      draws = np.zeros((per_wave,), np.uint32)
-      draws[: len(draw_ids[chunk])] = np.asarray(draw_ids[chunk], np.uint32)
-      real = np.arange(per_wave) < len(prompts[chunk])
-      host = (tokens, lengths, draws, real)
-      rows = [multihost.put(x, self._rows_sharding(x.shape)) for x in host]
-      waves.append(self._wave(params, *rows, n=n, max_new=max_new, sampling=sampling))
-    ids, lengths, log_probs, stopped = (
-      np.concatenate(parts)[: len(prompts) * n]
-      for parts in zip(*multihost.fetch(waves), strict=True)
+    count, shards = len(prompts) * n, self._layout.batch_shards
+    limits = np.broadcast_to(np.asarray(max_new, np.int32), (count,))
+    draws = np.asarray(draw_ids, np.uint32)
+    request = Request(prompts, draws, n, limits, sampling, stop)
+    lengths = [len(p) for p in prompts]
+    sizes = self.sizes(lengths, n, limits)
+    self._length = sizes.length
+    schedule = Schedule(
+      make_units(lengths, n, limits, shards),
+      shards=shards,
+      slots=self._fitting_slots(params, sizes) // shards,
+      prefill_tokens=self._prefill_tokens,
     )
-    used = int(lengths.max())
-    return Completions(ids[:, :used], lengths, log_probs[:, :used], stopped)
+    run = _Run(self.programs, params, request, schedule, sizes.length)
+    ended: Sequence[int] = []
+    while schedule.waiting or schedule.running:
+      run.refill()
+      run.shrink()
+      told = run.decode()
+      if ended and on_finished:  # while the device decodes
+        on_finished(ended, run.writer.view())
+      ended = run.collect(multihost.fetch(told))
+    if ended and on_finished:
+      on_finished(ended, run.writer.view())
+    return run.writer.trimmed()
 
-  def _rows_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-    """Of ``[U, ...]``, U split over the batch axes."""
-    return self._layout.sharding(("batch", None)[: len(shape)], shape)
+  def sizes(self, lengths: Sequence[int], n: int, limits: Sequence[int]) -> Sizes:
+    """What a call would compile for.
 
-  def prompts_per_wave(self, prompts: int, n: int) -> int:
-    """How many prompts decode together, a multiple of the batch shards."""
-    wanted = max(1, min(self._max_rows // n, prompts))
-    return round_up(wanted, self._layout.batch_shards)
+    Args:
+      lengths: of the prompts.
+      n: samples per prompt.
+      limits: ``[N]``, most new tokens of each row.
+    """
+    shards = self._layout.batch_shards
+    longest = int((np.repeat(lengths, n) + np.asarray(limits)).max())
+    width = prefill_width(max(lengths), self._prefill_tokens)
+    units = make_units(lengths, n, limits, shards)
+    schedule = Schedule(
+      units, shards=shards, slots=len(units), prefill_tokens=self._prefill_tokens
+    )
+    return Sizes(
+      slots=capacity.wanted_slots(len(lengths) * n, self._max_rows, shards),
+      length=max(self._length, bucket(longest), width),
+      places=schedule.room(width) * shards,
+      width=width,
+    )
 
-  def lower(
+  def _fitting_slots(self, params: Params, sizes: Sizes) -> int:
+    """``sizes.slots``, or as many as fit; found once, so that all steps are alike."""
+    key = (sizes.slots, sizes.length)
+    if key not in self._fitting:
+      slots, shards = sizes.slots, self._layout.batch_shards
+      free = capacity.free_bytes(list(self._layout.mesh.devices.flat))
+      if free is not None:
+        slots = capacity.fitting_slots(
+          slots,
+          slot_bytes=self.programs.slot_bytes(params, sizes.length),
+          free=int(self._cache_fraction * free),
+          shards=shards,
+        )
+      logging.info(
+        "rollout: %d slots of %d tokens (%d asked for)", slots, sizes.length, key[0]
+      )
+      self._fitting[key] = slots
+    return self._fitting[key]
+
+
+class _Run:
+  """One call of ``Engine.generate``: the pool and what has come out of it."""
+
+  def __init__(
     self,
+    programs: CompiledPrograms,
     params: Params,
-    prompts: int,
-    width: int,
-    *,
-    n: int,
-    max_new: int,
-    sampling: Sampling,
-  ) -> jax.stages.Lowered:
-    """The program of one wave ahead of time; ``params`` may be shapes."""
-    rows = self.prompts_per_wave(prompts, n)
-    shapes = ((rows, bucket(width)), np.int32), ((rows,), np.int32)
-    shapes += ((rows,), np.uint32), ((rows,), bool)
-    host = [
-      jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows_sharding(shape))
-      for shape, dtype in shapes
-    ]
-    return self._wave.lower(
-      params,
-      *host,
-      n=n,
-      max_new=max_new,
-      sampling=sampling,
-    )
-
-  def _generate_wave(
-    self,
-    params,
-    tokens_UP,
-    lengths_U,
-    draws_U,
-    real_U,
-    *,
-    n: int,
-    max_new: int,
-    sampling: Sampling,
+    request: Request,
+    schedule: Schedule,
+    length: int,
   ):
-    """U prompts, B = U * n rows, in one program."""
-    tokens_UP = self._layout.constrain(tokens_UP, ("batch", None))
-    hidden_UPD, caches = self.decoder.prefill(params, tokens_UP)
-    hidden_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], 1)[:, 0]
-    share = functools.partial(
-      jnp.repeat, repeats=n, axis=0, total_repeat_length=tokens_UP.shape[0] * n
-    )
-    prompt_lengths_B, hidden_BD = share(lengths_U), share(hidden_UD)
-    caches = [tuple(self._cache(x, n, max_new) for x in kv) for kv in caches]
-    sample_ids_B = jnp.tile(jnp.arange(n, dtype=jnp.uint32), tokens_UP.shape[0])
-    keys_B = sampling_lib.row_keys(
-      jax.random.key(self._seed), share(draws_U), sample_ids_B
+    self._programs, self._params = programs, params
+    self._request, self._schedule = request, schedule
+    self.writer = Writer(request.limits)
+    self._pool: Pool = programs.new_pool(
+      params, schedule.slots * schedule.shards, length, request.sampling
     )
 
-    def pick(hidden_BD, step):
-      logits_BV = self.decoder.logits(params, hidden_BD)
-      # The product where the head's shards are, then the logits gathered: XLA would
-      # gather the head at every token instead.
-      for axes in (("batch", "vocab"), ("batch", None)):
-        logits_BV = self._layout.constrain(logits_BV, axes)
-      uniform_B = sampling_lib.uniforms(keys_B, step)
-      return sampling_lib.sample(logits_BV, uniform_B, sampling)
+  def refill(self) -> None:
+    """Prefills prompts and admits their rows until no slot is free or no row waits."""
+    while (group := self._schedule.next_group()) is not None:
+      group.caches = self._prefill(group)
+    for group, admissions in self._schedule.admit().items():
+      entries = self._entries(group, admissions)
+      self._pool = self._programs.admit(self._pool, group.caches, entries)
+      if not group.waiting:
+        group.caches = None
 
-    return self._decode_loop(
-      params, pick, hidden_BD, prompt_lengths_B, caches, ~share(real_U), max_new
+  def shrink(self) -> None:
+    """Moves the last rows into a smaller pool, where a step is faster."""
+    smaller = self._smaller_pool()
+    if smaller and not self._schedule.waiting and self._schedule.busiest <= smaller:
+      sources = np.array(self._schedule.shrink(smaller), np.int32)
+      self._pool = self._programs.shrink(self._pool, sources)
+
+  def decode(self) -> dict[str, jax.Array]:
+    """Starts some steps of all slots."""
+    self._pool, told = self._programs.decode(
+      self._params,
+      self._pool,
+      self._rows() >= 0,
+      CHUNK,
+      self._enough(),
+      self._request.sampling,
     )
+    return told
 
-  def _decode_loop(
-    self, params, pick, hidden_BD, prompt_lengths_B, caches, done_B, max_new
-  ):
-    rows = hidden_BD.shape[0]
-    pin = lambda x: self._layout.constrain(x, ("batch", None)[: x.ndim])
-    tokens_B, log_probs_B = pick(hidden_BD, 0)
-    state = dict(
-      step=jnp.int32(0),
-      tokens=tokens_B,
-      log_probs=log_probs_B,
-      done=pin(done_B),
-      stopped=pin(jnp.zeros((rows,), bool)),
-      lengths=pin(jnp.zeros((rows,), jnp.int32)),
-      caches=caches,
-      ids_out=pin(jnp.zeros((rows, max_new), jnp.int32)),
-      log_probs_out=pin(jnp.zeros((rows, max_new), jnp.float32)),
-    )
+  def collect(self, told: dict[str, np.ndarray]) -> Sequence[int]:
+    """Writes the tokens of the last call down; returns the rows that have ended."""
+    schedule = self._schedule
+    rows = self._rows()
+    ended = set(self.writer.append(rows, told).tolist())
+    if self._request.stop is not None:
+      ended |= {
+        slot
+        for slot in np.flatnonzero(rows >= 0).tolist()
+        if self.writer.cut(rows[slot], told["count"][slot], self._request.stop)
+      }
+    return [schedule.release(*divmod(slot, schedule.slots)) for slot in sorted(ended)]
 
-    def record(s):
-      """Writes the sampled token of the rows that are still running."""
-      step, running = s["step"], ~s["done"]
-      write = lambda out, x: out.at[:, step].set(jnp.where(running, x, 0))
-      stopped = running & jnp.isin(s["tokens"], self._eos_ids)
-      return s | dict(
-        ids_out=write(s["ids_out"], s["tokens"]),
-        log_probs_out=write(s["log_probs_out"], s["log_probs"]),
-        lengths=s["lengths"] + running,
-        stopped=s["stopped"] | stopped,
-        done=s["done"] | stopped,
-        step=step + 1,
-      )
+  def _enough(self) -> int:
+    """Rows that must end before the host has something to do."""
+    running = len(self._schedule.running)
+    if self._schedule.waiting:
+      slots = self._schedule.slots * self._schedule.shards
+      return min(running, max(1, slots // REFILL))
+    kept = self._smaller_pool() * self._schedule.shards
+    return max(1, running - kept)
 
-    def advance(s):
-      """Runs the model on the recorded token and samples the next."""
-      positions_B = prompt_lengths_B + s["step"] - 1
-      hidden_BD, caches = self.decoder.decode(
-        params, s["tokens"], positions_B, s["caches"]
-      )
-      tokens_B, log_probs_B = pick(hidden_BD, s["step"])
-      return record(s | dict(tokens=tokens_B, log_probs=log_probs_B, caches=caches))
+  def _smaller_pool(self) -> int:
+    """Slots per shard of the next smaller pool; 0: there is none."""
+    slots = self._schedule.slots // SHRINK
+    return slots if slots >= SMALLEST else 0
 
-    s = jax.lax.while_loop(
-      lambda s: (s["step"] < max_new) & ~jnp.all(s["done"]), advance, record(state)
-    )
-    return s["ids_out"], s["lengths"], s["log_probs_out"], s["stopped"]
+  def _rows(self) -> np.ndarray:
+    """int64 ``[B]``: the row of each slot, -1 without."""
+    rows = np.full((self._schedule.shards, self._schedule.slots), -1)
+    for (shard, slot), row in self._schedule.running.items():
+      rows[shard, slot] = row
+    return rows.reshape(-1)
 
-  def _cache(self, kv_UPKA: jax.Array, n: int, max_new: int) -> jax.Array:
-    """Keys or values of the prompts, for n samples each and max_new tokens more."""
-    batch = kv_UPKA.ndim - 4  # with generation stages they come first
-    shared = jnp.repeat(kv_UPKA, n, axis=batch)
-    pads = [(0, max_new) if i == batch + 1 else (0, 0) for i in range(shared.ndim)]
-    axes = ("layers",) * batch + ("batch", None, "heads", None)
-    return self._layout.constrain(jnp.pad(shared, pads), axes)
+  def _prefill(self, group: Group) -> Any:
+    tokens = self._tokens(group)
+    limit = self._schedule.prefill_tokens
+    if group.width <= limit:
+      return self._programs.prefill(self._params, tokens)
+    caches = self._programs.blank(self._params, *tokens.shape)
+    for start in range(0, group.width, limit):
+      part = tokens[:, start : start + limit]
+      caches = self._programs.extend(self._params, caches, part, start)
+    return caches
+
+  def _tokens(self, group: Group) -> np.ndarray:
+    """int32 ``[G * places, P]``, right-padded."""
+    tokens = np.zeros((len(group.units), group.places, group.width), np.int32)
+    for shard, units in enumerate(group.units):
+      for place, unit in enumerate(units):
+        tokens[shard, place, : unit.length] = self._request.prompts[unit.prompt]
+    return tokens.reshape(-1, group.width)
+
+  def _entries(
+    self, group: Group, admissions: Sequence[Admission]
+  ) -> dict[str, np.ndarray]:
+    """Arguments of ``Programs.admit``."""
+    request, shards = self._request, self._schedule.shards
+    size = _size(admissions, self._schedule)
+    table = {
+      name: np.zeros((shards, size), np.int32)
+      for name in ("place", "draw", "sample", "token", "position", "step", "left")
+    }
+    table["draw"] = table["draw"].astype(np.uint32)
+    table["slot"] = np.full((shards, size), self._schedule.slots, np.int32)
+    if request.sampling.penalizes:  # what is no token is out of every range
+      table["prompt"] = np.full((shards, size, group.width), 2**30, np.int32)
+    filled = [0] * shards
+    for entry in admissions:
+      unit, at = entry.unit, (entry.shard, filled[entry.shard])
+      filled[entry.shard] += 1
+      prompt = request.prompts[unit.prompt]
+      table["slot"][at], table["place"][at] = entry.slot, entry.place
+      table["draw"][at] = request.draw_ids[unit.prompt]
+      table["sample"][at] = entry.row % request.n
+      # The first step feeds the last token of the prompt again.
+      table["token"][at], table["position"][at] = prompt[-1], unit.length - 1
+      table["left"][at] = request.limits[entry.row]
+      if "prompt" in table:
+        table["prompt"][at][: unit.length] = prompt
+    return table
 
 
-def _pad_prompts(
-  prompts: Sequence[np.ndarray], rows: int, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Right-padded int32 ``[rows, width]`` and lengths; filler rows have length 1."""
-  tokens = np.zeros((rows, width), np.int32)
-  lengths = np.ones((rows,), np.int32)
-  for i, ids in enumerate(prompts):
-    tokens[i, : len(ids)] = ids
-    lengths[i] = len(ids)
-  return tokens, lengths
+def _size(admissions: Sequence[Admission], schedule: Schedule) -> int:
+  """Rows per shard of an ``admit`` call: two sizes, so that few are compiled."""
+  most = max(np.bincount([entry.shard for entry in admissions]))
+  few = max(1, schedule.slots // ADMIT)
+  return few if most <= few else schedule.slots

@@ -11,7 +11,7 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
-from jaxrl_hybrid.types import LENGTH, STOP, Batch, Prompt
+from jaxrl_hybrid.types import Batch, Prompt
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -90,7 +90,7 @@ class Generator:
       sample_ids=np.tile(np.arange(n, dtype=np.int32), len(prompts)),
       response_ids=out.ids,
       response_lengths=out.lengths,
-      finish_reasons=[STOP if stopped else LENGTH for stopped in out.stopped],
+      finish_reasons=[out.reason(row) for row in range(len(out.ids))],
       rollout_log_probs=out.log_probs,
       weight_version=self.switch.version,
       loss_mask=loss_mask,

@@ -1,0 +1,204 @@
+"""Which row decodes in which slot: the host's side of continuous batching.
+
+Every batch shard of the generation mesh has slots of its own. Rows wait in one
+queue, those that may become longest first; a shard with free slots takes the next
+prompt, so no shard runs alone at the end while others are idle. A prompt is
+prefilled once on the shard that takes it, and its samples enter that shard's slots
+as they become free. Nothing here depends on time: several processes that see the
+same rows finish decide alike.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_hybrid.shapes import bucket, round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+  """Samples of one prompt that decode on one shard.
+
+  Attributes:
+    prompt: index of the prompt.
+    rows: indices of the rows, in the order of admission.
+    length: tokens of the prompt.
+  """
+
+  prompt: int
+  rows: tuple[int, ...]
+  length: int
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+  """Prompts that are prefilled by one call.
+
+  Attributes:
+    units: of each shard, by place.
+    places: prompts per shard that the program has room for.
+    width: tokens per prompt that it has room for.
+    waiting: rows that have not entered a slot yet.
+    caches: keys and values of all places, once they are there.
+  """
+
+  units: list[list[Unit]]
+  places: int
+  width: int
+  waiting: int
+  caches: Any = None
+
+
+class Admission(NamedTuple):
+  """A row enters a slot."""
+
+  shard: int
+  slot: int
+  place: int
+  unit: Unit
+  row: int
+
+
+def make_units(
+  lengths: Sequence[int], n: int, limits: Sequence[int], shards: int
+) -> list[Unit]:
+  """Units in the order in which they are taken: longest limit first.
+
+  With fewer prompts than shards the samples of a prompt are spread over several
+  shards, each of which prefills it.
+
+  Args:
+    lengths: tokens of each prompt.
+    n: samples per prompt; row ``i * n + j`` is sample j of prompt i.
+    limits: most new tokens of each row.
+    shards: batch shards.
+  """
+  size = n if len(lengths) >= shards else -(-n * len(lengths) // shards)
+  units = [
+    Unit(i, tuple(range(i * n + j, i * n + min(j + size, n))), length)
+    for i, length in enumerate(lengths)
+    for j in range(0, n, size)
+  ]
+  return sorted(units, key=lambda unit: -max(limits[row] for row in unit.rows))
+
+
+def prefill_width(length: int, prefill_tokens: int) -> int:
+  """Tokens that a program has room for in the place of a prompt."""
+  if length <= prefill_tokens:
+    return min(bucket(length), prefill_tokens)
+  return round_up(length, prefill_tokens)
+
+
+class Schedule:
+  """The queue, the prompts that are prefilled, and the slots.
+
+  Args:
+    units: in the order in which they are taken.
+    shards: batch shards.
+    slots: of each shard.
+    prefill_tokens: most prompt tokens per shard in one prefill program.
+
+  Attributes:
+    running: the row of each (shard, slot) that has one.
+  """
+
+  def __init__(
+    self, units: Sequence[Unit], *, shards: int, slots: int, prefill_tokens: int
+  ):
+    self.shards, self.slots = shards, slots
+    self.prefill_tokens = prefill_tokens
+    self._queue = collections.deque(units)
+    self._free = [list(range(slots))[::-1] for _ in range(shards)]
+    self._ready: list[collections.deque[tuple[Group, int, Unit, int]]]
+    self._ready = [collections.deque() for _ in range(shards)]
+    self._most_places = 1
+    while self._most_places * shards < len(units):
+      self._most_places *= 2
+    self.running: dict[tuple[int, int], int] = {}
+
+  @property
+  def waiting(self) -> bool:
+    """Whether a row has not entered a slot yet."""
+    return bool(self._queue) or any(self._ready)
+
+  @property
+  def busiest(self) -> int:
+    """Rows that decode on the shard that has most of them."""
+    counts = collections.Counter(shard for shard, _ in self.running)
+    return max(counts.values(), default=0)
+
+  def next_group(self) -> Group | None:
+    """The prompts to prefill now: those that free slots are waiting for."""
+    need = [
+      len(free) - len(ready)
+      for free, ready in zip(self._free, self._ready, strict=True)
+    ]
+    units: list[list[Unit]] = [[] for _ in need]
+    width = 0
+    while self._queue:
+      shard = max(range(len(need)), key=lambda i: need[i])
+      wider = max(width, prefill_width(self._queue[0].length, self.prefill_tokens))
+      if need[shard] <= 0 or len(units[shard]) >= self.room(wider):
+        break
+      if width and max(map(len, units)) > self.room(wider):
+        break
+      width = wider
+      unit = self._queue.popleft()
+      units[shard].append(unit)
+      need[shard] -= len(unit.rows)
+    if not width:
+      return None
+    group = Group(units, self._places(units, width), width, 0)
+    for shard, taken in enumerate(units):
+      for place, unit in enumerate(taken):
+        self._ready[shard].extend((group, place, unit, row) for row in unit.rows)
+        group.waiting += len(unit.rows)
+    return group
+
+  def admit(self) -> dict[Group, list[Admission]]:
+    """Fills the free slots with rows whose prompts are prefilled."""
+    found: dict[Group, list[Admission]] = {}
+    for shard, (free, ready) in enumerate(zip(self._free, self._ready, strict=True)):
+      while free and ready:
+        group, place, unit, row = ready.popleft()
+        slot = free.pop()
+        self.running[shard, slot] = row
+        group.waiting -= 1
+        found.setdefault(group, []).append(Admission(shard, slot, place, unit, row))
+    return found
+
+  def release(self, shard: int, slot: int) -> int:
+    """Frees the slot of a row that has ended; returns the row."""
+    self._free[shard].append(slot)
+    return self.running.pop((shard, slot))
+
+  def shrink(self, slots: int) -> list[list[int]]:
+    """Moves all rows into the first ``slots`` slots of their shards.
+
+    Returns:
+      for each shard the old slot of each new one; nobody's for those left over.
+    """
+    assert not self.waiting and self.busiest <= slots
+    moved: dict[tuple[int, int], int] = {}
+    sources = []
+    for shard in range(len(self._free)):
+      old = sorted(slot for where, slot in self.running if where == shard)
+      moved |= {(shard, new): self.running[shard, slot] for new, slot in enumerate(old)}
+      self._free[shard] = list(range(len(old), slots))[::-1]
+      idle = [slot for slot in range(slots + len(old)) if slot not in set(old)]
+      sources.append(old + idle[: slots - len(old)])
+    self.running, self.slots = moved, slots
+    return sources
+
+  def room(self, width: int) -> int:
+    """Prompts of this width that a shard prefills at once, at most."""
+    return max(1, min(self.prefill_tokens // width, self._most_places))
+
+  def _places(self, units: list[list[Unit]], width: int) -> int:
+    """One of two sizes, so that few programs are compiled."""
+    most, wanted = self.room(width), max(map(len, units))
+    quarter = max(1, most // 4)
+    return quarter if wanted <= quarter else most
