@@ -36,6 +36,7 @@ from jaxrl_hybrid.role_params import (
 )
 from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.rollout.stop import StopStrings
 from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.runtime.checkpoint import Checkpoints
@@ -238,13 +239,26 @@ def make_generator(plan: Plan) -> Generator:
   return Generator(
     HybridEngine(weight_layout(plan), layout),
     Engine(
-      decoder, layout, eos_ids=plan.eos_ids, max_rows=rollout.max_rows, seed=config.seed
+      decoder,
+      layout,
+      eos_ids=plan.eos_ids,
+      max_rows=rollout.max_rows,
+      seed=config.seed,
+      prefill_tokens=rollout.prefill_tokens,
+      cache_fraction=rollout.cache_fraction,
     ),
     RolloutSettings(
       n=rollout.n,
       max_new=config.data.max_response_length,
-      sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p),
+      sampling=Sampling(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+      ),
       mask_truncated=config.actor.mask_truncated,
+      stop=StopStrings(plan.source.tokenizer, rollout.stop) if rollout.stop else None,
     ),
     None if plan.lora is None else Merger(trained_layout(plan)),
   )

@@ -89,7 +89,18 @@ def base() -> ConfigDict:
         shuffle=True,
         curriculum=(),
       ),  # ((first_step, max_level), ...) on column `level`
-      rollout=dict(n=1, temperature=1.0, top_k=-1, top_p=1.0, max_rows=256),
+      rollout=dict(
+        n=1,
+        temperature=1.0,
+        top_k=-1,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        stop=(),  # strings that end a response, which keeps them
+        max_rows=256,  # that decode together, if the memory is there
+        prefill_tokens=8192,  # of prompts, per device and program
+        cache_fraction=0.8,  # of a device's free memory, most that the KV cache takes
+      ),
       rewards=dict(
         functions=("exact_match",),
         weights=(1.0,),

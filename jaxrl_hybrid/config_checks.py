@@ -48,6 +48,8 @@ def check_ranges(config: ConfigDict) -> None:
     "data.train_batch_size",
     "rollout.n",
     "rollout.max_rows",
+    "rollout.prefill_tokens",
+    "rollout.repetition_penalty",
     "rewards.timeout_s",
     "rewards.num_workers",
     "actor.ppo_mini_batch_size",
@@ -104,6 +106,9 @@ def check_ranges(config: ConfigDict) -> None:
     "> 0 (sampling and training share it; evaluation is greedy anyway)",
   )
   _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+  _require(config, "rollout.min_p", lambda v: 0 <= v < 1, "in [0, 1)")
+  _require(config, "rollout.cache_fraction", lambda v: 0 < v <= 1, "in (0, 1]")
+  _require(config, "rollout.stop", _are_strings, "strings, none of them empty")
   _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
   _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
 
@@ -237,6 +242,12 @@ def one_of(config: ConfigDict, key: str, choices: Any) -> None:
     near = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{key}: expected one of {sorted(choices)}, got {value!r}{hint}")
+
+
+def _are_strings(value: Any) -> bool:
+  return isinstance(value, tuple | list) and all(
+    isinstance(x, str) and x for x in value
+  )
 
 
 def _is_betas(value: Any) -> bool:

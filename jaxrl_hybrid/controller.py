@@ -8,6 +8,7 @@ paper's listing:
 1. The old log-probs are recomputed only when they can differ from the current
    ones (several updates per batch) or are needed earlier (KL in the reward).
 2. A single update per batch uses its own log-probs as the old ones: exact.
+3. Reward functions start with rows that have ended while others still decode.
 """
 
 from __future__ import annotations
@@ -84,15 +85,17 @@ class Controller:
   def train_step(self, timers: Timers) -> Metrics:
     """One step of the algorithm: the lines of the paper."""
     prompts = self.stream.next(self.step)
+    samples = self.actor.generator.settings.n
+    watch = self.reward.watch([p for p in prompts for _ in range(samples)])
     with timers("gen"):
-      batch = self.actor.generate_sequences(prompts)
+      batch = self.actor.generate_sequences(prompts, on_finished=watch)
     greedy = None
     if self.algorithm.needs_greedy_baseline:
       with timers("gen_baseline"):
         greedy = self.actor.generate_sequences(prompts, greedy=True)
     self.actor.release_generation_weights()
     with timers("reward"):
-      batch = self.reward.compute_rewards(batch)
+      batch = self.reward.compute_rewards(batch, watch)
       if greedy is not None:
         batch = self.add_greedy_baseline(batch, greedy)
     if self._needs_old_log_probs(batch):

@@ -18,9 +18,9 @@ GPU, with fp32 activations (4 bytes) as the decoder has them:
                 and a copy of the layers' weights, instead of saved)
     scoring     1.25 hidden + 1.5 stream (pp > 1) + the larger of inner and logits
                 + gathered
-    generation  the larger of 4 U P ((2.5 F + 2 Q + 4 K) / t_g + D), the prefill of
-                U prompts (float16: a quarter more), and 4 N V (1 + 1/t_g), the
-                logits of N rows
+    generation  the larger of 4 U ((2.5 F + 2 Q + 4 K) / t_g + D), the prefill of
+                U prompt tokens (float16: a quarter more), and 4 N V (1 + 1/t_g),
+                the logits of N rows
     switch      half of an MLP matrix of every stage
     optimizer   nothing
 
@@ -64,24 +64,25 @@ class Model:
     self.Q_g, self.K_g = _widths(spec, target)
     self.layers = round_up(spec.num_layers, self.pp) // self.pp
     data = config.data
-    self.P = bucket(data.max_prompt_length)
     self.T = bucket(data.max_prompt_length + data.max_response_length)
     self.C = min(config.model.logprob_chunk, self.T)
     self.R = sizes.micro_sequences // dp
     self.b = self.R // sizes.pipeline_microbatches
     self.ticks = sizes.pipeline_microbatches + self.pp - 1
 
-  def buffers(self, phase: str, *, prompts: int = 0, rows: int = 0) -> int:
+  def buffers(self, phase: str, *, tokens: int = 0, rows: int = 0) -> int:
     """Bytes of one program.
 
     Args:
       phase: as in ``planning``.
-      prompts: U, on each device, of a generation program.
-      rows: N.
+      tokens: U, on each device, of a prefill program.
+      rows: N, of a decode program.
     """
     critic = phase in ("values", "reward") or phase.startswith("update_critic")
-    if prompts:
-      size = self._generation(prompts, rows)
+    if tokens:
+      size = self._prefill(tokens)
+    elif rows:
+      size = self._decode(rows)
     elif phase == "switch":
       size = self.pp * self.D * self.F / self.tp * self.item / 2
     elif phase.endswith(": optimizer"):
@@ -111,12 +112,14 @@ class Model:
     tables = 1 if critic or self.tied else 2
     return tables * self.item * self.V * self.D / (self.tp * self.pp)
 
-  def _generation(self, prompts: int, rows: int) -> float:
+  def _prefill(self, tokens: int) -> float:
     width = (2.5 * self.F + 2 * self.Q_g + 4 * self.K_g) / self.t_g + self.D
     scaled = 1.25 if self.dtype == jnp.float16 else 1  # rows of products
-    prefill = FP32 * prompts * self.P * width * scaled
+    return FP32 * tokens * width * scaled
+
+  def _decode(self, rows: int) -> float:
     gathered = 1 / self.t_g if self.t_g > 1 else 0
-    return max(prefill, FP32 * rows * self.V * (1 + gathered))
+    return FP32 * rows * self.V * (1 + gathered)
 
   @property
   def _kept(self) -> float:

@@ -23,6 +23,7 @@ from jaxrl_hybrid.inspection import make_algorithm
 from jaxrl_hybrid.models.adapters import is_adapted
 from jaxrl_hybrid.models.params import VALUE
 from jaxrl_hybrid.parallel import abstract, offload, topology
+from jaxrl_hybrid.rollout.engine import Sizes
 from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.run_plan import Plan
 from jaxrl_hybrid.shapes import bucket
@@ -116,14 +117,14 @@ class Planner:
 
   def report(self) -> Report:
     """Compiles everything; minutes for a large model."""
+    config, engine = self._plan.config, self.actor.generator.engine
+    sizes = self._rollout_sizes(config.data.train_batch_size, config.rollout.n)
     return Report(
       phases=list(self._phases()),
       switch_bytes=self._switch_bytes(),
       host_bytes=self._host_bytes(),
-      kv_row_bytes=self._kv_bytes(1),
-      rows=self._rows_per_device(
-        self._plan.config.data.train_batch_size, self._plan.config.rollout.n
-      ),
+      kv_row_bytes=engine.programs.slot_bytes(self._generation, sizes.length),
+      rows=sizes.slots // self._plan.generation_layout.batch_shards,
     )
 
   def _phases(self) -> Iterator[Phase]:
@@ -175,39 +176,53 @@ class Planner:
     return found
 
   def _generation_phases(self, copy: Bytes) -> Iterator[Phase]:
-    """Of training, and of greedy completions if their prompts need more."""
-    config, settings = self._plan.config, self.actor.generator.settings
-    per_wave = self.actor.generator.engine.prompts_per_wave
-    batch = config.data.train_batch_size
+    """Of training, and of greedy completions if they need more."""
+    settings, batch = (
+      self.actor.generator.settings,
+      self._plan.config.data.train_batch_size,
+    )
     runs = {GEN: (batch, settings.n, settings.sampling)}
     if self._algorithm.needs_greedy_baseline:
       runs["gen_baseline"] = (batch, 1, GREEDY)
     if self._plan.eval_prompts:
       runs["testing"] = (len(self._plan.eval_prompts), 1, GREEDY)
-    largest = 0
+    slots = places = 0
     for name, (prompts, n, sampling) in runs.items():
-      if per_wave(prompts, n) > largest:
-        largest = per_wave(prompts, n)
-        yield self._generation_phase(name, copy, prompts, n, sampling)
+      sizes = self._rollout_sizes(prompts, n)
+      if sizes.slots > slots or sizes.places > places:
+        slots, places = max(slots, sizes.slots), max(places, sizes.places)
+        yield self._generation_phase(name, copy, sizes, sampling)
 
   def _generation_phase(
-    self, name: str, copy: Bytes, prompts: int, n: int, sampling: Sampling
+    self, name: str, copy: Bytes, sizes: Sizes, sampling: Sampling
   ) -> Phase:
-    data, engine = self._plan.config.data, self.actor.generator.engine
-    cache = self._kv_bytes(self._rows_per_device(prompts, n))
-    lower = functools.partial(
-      engine.lower,
-      self._generation,
-      prompts,
-      data.max_prompt_length,
-      n=n,
-      max_new=data.max_response_length,
-      sampling=sampling,
-    )
+    """Prompts that are prefilled stay while the slots that they filled decode."""
+    programs, weights = self.actor.generator.engine.programs, self._generation
     shards = self._plan.generation_layout.batch_shards
-    prefilled = engine.prompts_per_wave(prompts, n) // shards
-    buffers = self._buffers(name, lower, cache, prompts=prefilled, rows=prefilled * n)
-    return self._phase(name, copy | buffers | {CACHE: cache})
+    rows, prompts = sizes.slots // shards, sizes.places // shards
+    prefilled = prompts * programs.slot_bytes(weights, sizes.width)
+    program = functools.partial(
+      programs.lower_prefill, weights, sizes.places, sizes.width
+    )
+    tokens = prompts * min(sizes.width, self._plan.config.rollout.prefill_tokens)
+    prefill = self._buffers(name, program, prefilled, tokens=tokens)
+    program = functools.partial(
+      programs.lower_decode, weights, sizes.slots, sizes.length, sampling
+    )
+    decode = self._buffers(name, program, rows=rows)
+    cache = {CACHE: rows * programs.slot_bytes(weights, sizes.length)}
+    held = {
+      "prefilled prompts": prefilled,
+      BUFFERS: max(prefill[BUFFERS], decode[BUFFERS]),
+    }
+    return self._phase(name, copy | cache | held)
+
+  def _rollout_sizes(self, prompts: int, n: int) -> Sizes:
+    """With the longest prompts and responses that the data may have."""
+    data = self._plan.config.data
+    return self.actor.generator.engine.sizes(
+      [data.max_prompt_length] * prompts, n, [data.max_response_length] * prompts * n
+    )
 
   def _scoring(
     self, name: str, scorer: Any, weights: Any, length: int | None = None
@@ -254,7 +269,7 @@ class Planner:
     phase: str,
     lower: Callable[[], jax.stages.Lowered],
     counted: int = 0,
-    **rows: int,
+    **sizes: int,
   ) -> Bytes:
     """What a program allocates; its arguments are resident, but for the batch.
 
@@ -262,11 +277,11 @@ class Planner:
       phase: that it runs in.
       lower: makes the program.
       counted: what of it is a component of its own.
-      **rows: of a generation program.
+      **sizes: of a generation program.
     """
     if self._models:
       model = self._models.get(phase.split(":")[0], self._models[GEN])
-      return {BUFFERS: model.buffers(phase, **rows)}
+      return {BUFFERS: model.buffers(phase, **sizes)}
     memory = topology.memory(_compile(phase, lower()))
     return {BUFFERS: memory["temp"] + memory["output"] - memory["alias"] - counted}
 
@@ -299,23 +314,6 @@ class Planner:
         store = role.state.store
         trees += [store.params, store.opt_state, store.held_weights]
     return sum(abstract.host_bytes(tree) for tree in trees)
-
-  def _rows_per_device(self, prompts: int, n: int) -> int:
-    per_wave = self.actor.generator.engine.prompts_per_wave(prompts, n)
-    return per_wave * n // self._plan.generation_layout.batch_shards
-
-  def _kv_bytes(self, rows: int) -> int:
-    layout, decoder = self._plan.generation_layout, self.actor.generator.engine.decoder
-    config = self._plan.config
-    length = bucket(config.data.max_prompt_length) + config.data.max_response_length
-    layers = len(self._generation["layers"])  # of each stage
-    layers += decoder.spec.dense_layers
-    tp = layout.mesh.shape["tp"]
-    shards = lambda heads: 1 if heads % tp else tp
-    per_layer = sum(
-      heads * width // shards(heads) for heads, width in decoder.cache_dims()
-    )
-    return rows * length * layers * per_layer * decoder.dtype.itemsize
 
   def _needs_old_log_probs(self) -> bool:
     sequences = self._plan.sizes.sequences

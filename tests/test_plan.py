@@ -76,7 +76,7 @@ def test_sizes_of_a_small_model_are_those_of_a_hand_calculation(no_wheels):
   assert size("generation weights") == generation
   assert size("gradients", "update_actor: gradients") == stored
   assert found.report.switch_bytes == generation - weights
-  tokens, per_token = 8 + 5, 2 * 2 * 2 * 8 * 2  # k and v, layers, heads, size, bf16
+  tokens, per_token = 16, 2 * 2 * 2 * 8 * 2  # k and v, layers, heads, size, bf16
   assert found.report.kv_row_bytes == tokens * per_token
   rows = 8 * 4 // 4  # sequences over dp and micro-dp
   assert found.report.rows == rows

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_hybrid.errors import ConfigError, RewardError
 from jaxrl_hybrid.rewards import loading
+from jaxrl_hybrid.rewards.early import EarlyScores, Outcomes
 from jaxrl_hybrid.rewards.execution import Executor, Failure
 from jaxrl_hybrid.types import Prompt
 
@@ -47,6 +48,7 @@ class _Samples:
   prompts: Sequence[Prompt]
   texts: Sequence[str]
   response_ids: Sequence[np.ndarray]
+  early: Outcomes
 
 
 class RewardRunner:
@@ -91,12 +93,17 @@ class RewardRunner:
     self._on_error = on_error
     self._executor = Executor(timeout_s, num_workers)
 
+  def start(self) -> EarlyScores:
+    """Takes samples one by one, before all of them are there."""
+    return EarlyScores(self._functions, self._executor)
+
   def score(
     self,
     prompts: Sequence[Prompt],
     texts: Sequence[str],
     response_ids: Sequence[np.ndarray],
     given: Mapping[str, Sequence[float | Failure]] | None = None,
+    early: Outcomes | None = None,
   ) -> RewardResult:
     """Scores N samples.
 
@@ -105,13 +112,14 @@ class RewardRunner:
       texts: the N completions.
       response_ids: the N completions as int arrays ``[length]``.
       given: N scores of each given term, or why there is none.
+      early: what ``start`` has led to; those calls are not made again.
 
     Raises:
       RewardError: a score is bad and on_error is "raise", or a batched function
         needs a column that the data do not have.
     """
     assert len(prompts) == len(texts) == len(response_ids)
-    samples = _Samples(prompts, texts, response_ids)
+    samples = _Samples(prompts, texts, response_ids, early or {})
     total, terms = np.zeros(len(prompts)), {}
     bad = np.zeros(len(prompts), np.int64)
     functions = [*self._functions, *(_constant(n, given[n]) for n in self._given)]
@@ -180,9 +188,15 @@ class RewardRunner:
       if count:
         yield from enumerate(self._batched_values(function, samples))
       return
-    arguments = map(_arguments, samples.prompts, samples.texts)
-    calls = [functools.partial(function, **kwargs) for kwargs in arguments]
-    yield from self._executor.run(calls, function.is_async)
+    calls, rows = [], []
+    for i, (prompt, text) in enumerate(zip(samples.prompts, samples.texts)):
+      if (function.name, i) in samples.early:
+        yield i, samples.early[function.name, i]
+        continue
+      rows.append(i)
+      calls.append(functools.partial(function, **arguments(prompt, text)))
+    for i, value in self._executor.run(calls, function.is_async):
+      yield rows[i], value
 
   def _batched_values(
     self, function: loading.RewardFunction, samples: _Samples
@@ -263,7 +277,8 @@ def _message(
   )
 
 
-def _arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+def arguments(prompt: Prompt, text: str) -> dict[str, Any]:
+  """What a per-sample reward function is called with."""
   return loading.sample_arguments(prompt.columns, text)
 
 

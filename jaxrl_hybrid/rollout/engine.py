@@ -29,7 +29,7 @@ from jaxrl_hybrid.rollout.schedule import (
   Group,
   Schedule,
   make_units,
-  prefill_width,
+  widest,
 )
 from jaxrl_hybrid.rollout.stop import StopStrings
 from jaxrl_hybrid.shapes import bucket
@@ -110,7 +110,8 @@ class Engine:
     self._max_rows = max_rows
     self._prefill_tokens = prefill_tokens
     self._cache_fraction = cache_fraction
-    self._length = 0  # of the longest pool so far: few lengths, few programs
+    # Of the longest so far: few lengths, few programs.
+    self._length = self._width = 0
     self._fitting: dict[tuple[int, int], int] = {}
 
   def generate(
@@ -149,12 +150,13 @@ class Engine:
     request = Request(prompts, draws, n, limits, sampling, stop)
     lengths = [len(p) for p in prompts]
     sizes = self.sizes(lengths, n, limits)
-    self._length = sizes.length
+    self._length, self._width = sizes.length, sizes.width
     schedule = Schedule(
       make_units(lengths, n, limits, shards),
       shards=shards,
       slots=self._fitting_slots(params, sizes) // shards,
       prefill_tokens=self._prefill_tokens,
+      widest=sizes.width,
     )
     run = _Run(self.programs, params, request, schedule, sizes.length)
     ended: Sequence[int] = []
@@ -179,10 +181,14 @@ class Engine:
     """
     shards = self._layout.batch_shards
     longest = int((np.repeat(lengths, n) + np.asarray(limits)).max())
-    width = prefill_width(max(lengths), self._prefill_tokens)
+    width = max(self._width, widest(max(lengths), self._prefill_tokens))
     units = make_units(lengths, n, limits, shards)
     schedule = Schedule(
-      units, shards=shards, slots=len(units), prefill_tokens=self._prefill_tokens
+      units,
+      shards=shards,
+      slots=len(units),
+      prefill_tokens=self._prefill_tokens,
+      widest=width,
     )
     return Sizes(
       slots=capacity.wanted_slots(len(lengths) * n, self._max_rows, shards),

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_hybrid.shapes import bucket, round_up
 
+NARROWEST = 16  # tokens; narrower prefill programs are not worth compiling
+
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
@@ -85,11 +87,19 @@ def make_units(
   return sorted(units, key=lambda unit: -max(limits[row] for row in unit.rows))
 
 
-def prefill_width(length: int, prefill_tokens: int) -> int:
-  """Tokens that a program has room for in the place of a prompt."""
+def widest(length: int, prefill_tokens: int) -> int:
+  """Tokens that a program has room for in the place of a prompt of ``length``."""
   if length <= prefill_tokens:
     return min(bucket(length), prefill_tokens)
   return round_up(length, prefill_tokens)
+
+
+def width_for(length: int, widest: int) -> int:
+  """The smallest of widest, widest / 4, widest / 16, ... that is at least length."""
+  width = widest
+  while width % 4 == 0 and width // 4 >= max(length, NARROWEST):
+    width //= 4
+  return width
 
 
 class Schedule:
@@ -100,16 +110,23 @@ class Schedule:
     shards: batch shards.
     slots: of each shard.
     prefill_tokens: most prompt tokens per shard in one prefill program.
+    widest: tokens per prompt of the widest one; at least as many as a prompt has.
 
   Attributes:
     running: the row of each (shard, slot) that has one.
   """
 
   def __init__(
-    self, units: Sequence[Unit], *, shards: int, slots: int, prefill_tokens: int
+    self,
+    units: Sequence[Unit],
+    *,
+    shards: int,
+    slots: int,
+    prefill_tokens: int,
+    widest: int,
   ):
     self.shards, self.slots = shards, slots
-    self.prefill_tokens = prefill_tokens
+    self.prefill_tokens, self._widest = prefill_tokens, widest
     self._queue = collections.deque(units)
     self._free = [list(range(slots))[::-1] for _ in range(shards)]
     self._ready: list[collections.deque[tuple[Group, int, Unit, int]]]
@@ -140,7 +157,7 @@ class Schedule:
     width = 0
     while self._queue:
       shard = max(range(len(need)), key=lambda i: need[i])
-      wider = max(width, prefill_width(self._queue[0].length, self.prefill_tokens))
+      wider = max(width, width_for(self._queue[0].length, self._widest))
       if need[shard] <= 0 or len(units[shard]) >= self.room(wider):
         break
       if width and max(map(len, units)) > self.room(wider):

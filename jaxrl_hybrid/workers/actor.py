@@ -16,6 +16,7 @@ from jaxrl_hybrid.algorithms import kl, losses, reduce
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import experts
+from jaxrl_hybrid.rollout.engine import OnFinished
 from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.adapted import Frozen
@@ -108,10 +109,19 @@ class Actor:
     )
 
   def generate_sequences(
-    self, prompts: Sequence[Prompt], *, greedy: bool = False
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    greedy: bool = False,
+    on_finished: OnFinished | None = None,
   ) -> Batch:
-    """n samples per prompt at the rollout settings, or one greedy completion."""
-    return self.generator.generate(self.state.weights, prompts, greedy=greedy)
+    """n samples per prompt at the rollout settings, or one greedy completion.
+
+    ``on_finished`` is told the rows that have ended while others still decode.
+    """
+    return self.generator.generate(
+      self.state.weights, prompts, greedy=greedy, on_finished=on_finished
+    )
 
   def release_generation_weights(self) -> None:
     """Frees the generation copy; the next generation makes a new one."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel.hybrid import HybridEngine
-from jaxrl_hybrid.rollout.engine import Engine
+from jaxrl_hybrid.rollout.engine import Engine, OnFinished
 from jaxrl_hybrid.rollout.sampling import Sampling
+from jaxrl_hybrid.rollout.stop import StopStrings
 from jaxrl_hybrid.types import Batch, Prompt
 
 GREEDY = Sampling(temperature=0.0)
@@ -20,13 +21,15 @@ GREEDY = Sampling(temperature=0.0)
 class RolloutSettings:
   """How many samples, how long and from which distribution.
 
-  ``mask_truncated`` keeps rows that hit ``max_new`` out of the loss.
+  ``mask_truncated`` keeps rows that hit ``max_new`` out of the loss; ``stop`` are
+  strings that end a row.
   """
 
   n: int
   max_new: int
   sampling: Sampling
   mask_truncated: bool = False
+  stop: StopStrings | None = None
 
 
 class Generator:
@@ -59,7 +62,12 @@ class Generator:
     return weights if self._merge is None else self._merge(weights)
 
   def generate(
-    self, weights: Params, prompts: Sequence[Prompt], *, greedy: bool = False
+    self,
+    weights: Params,
+    prompts: Sequence[Prompt],
+    *,
+    greedy: bool = False,
+    on_finished: OnFinished | None = None,
   ) -> Batch:
     """n samples per prompt, or one greedy completion each.
 
@@ -68,6 +76,7 @@ class Generator:
         the copy at hand is still fresh.
       prompts: one per draw.
       greedy: temperature 0 and n = 1.
+      on_finished: is told the rows of the batch that have ended.
     """
     settings = self.settings
     n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
@@ -80,6 +89,8 @@ class Generator:
       n=n,
       max_new=settings.max_new,
       sampling=sampling,
+      stop=settings.stop,
+      on_finished=on_finished,
     )
     self.switch.verify()
     loss_mask = None

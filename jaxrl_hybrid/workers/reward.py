@@ -4,15 +4,50 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_hybrid.errors import RewardError
-from jaxrl_hybrid.rewards.runner import RewardResult, RewardRunner
+from jaxrl_hybrid.parallel.multihost import is_primary
+from jaxrl_hybrid.rewards.early import EarlyScores, Outcomes
+from jaxrl_hybrid.rewards.runner import RewardResult, RewardRunner, arguments
+from jaxrl_hybrid.rollout.completions import Completions
 from jaxrl_hybrid.runtime import processes
-from jaxrl_hybrid.types import STOP, Batch
+from jaxrl_hybrid.types import STOP, Batch, Prompt
 from jaxrl_hybrid.workers.reward_model import NAME, RewardModel
+
+
+class Watch:
+  """Scores rows as the engine ends them: ``Engine.generate``'s ``on_finished``.
+
+  Args:
+    prompts: of every row.
+    early: takes samples, on process 0; None elsewhere.
+    decode: (ids, finish reason) -> text.
+  """
+
+  def __init__(
+    self,
+    prompts: Sequence[Prompt],
+    early: EarlyScores | None,
+    decode: Callable[[np.ndarray, str], str],
+  ):
+    self._prompts, self._early, self._decode = prompts, early, decode
+    self.texts: dict[int, str] = {}
+
+  def __call__(self, rows: Sequence[int], completions: Completions) -> None:
+    """Decodes rows and has them scored; returns at once."""
+    for i in rows:
+      ids = completions.ids[i, : completions.lengths[i]]
+      self.texts[i] = self._decode(ids, completions.reason(i))
+    if self._early is not None:
+      self._early.add({i: arguments(self._prompts[i], self.texts[i]) for i in rows})
+
+  def outcomes(self) -> Outcomes:
+    """Waits for what was started."""
+    return {} if self._early is None else self._early.outcomes()
 
 
 class RewardWorker:
@@ -51,6 +86,11 @@ class RewardWorker:
     worker.model = model
     return worker
 
+  def watch(self, prompts: Sequence[Prompt]) -> Watch:
+    """Starts to score rows whose ``prompts`` these are, as they end."""
+    early = self._runner.start() if is_primary() else None
+    return Watch(prompts, early, self._decode)
+
   def score(self, batch: Batch) -> RewardResult:
     """Decodes and scores all N rows; removes none.
 
@@ -59,7 +99,7 @@ class RewardWorker:
     """
     return self._score(batch, self._texts(batch))
 
-  def compute_rewards(self, batch: Batch) -> Batch:
+  def compute_rewards(self, batch: Batch, watch: Watch | None = None) -> Batch:
     """Adds texts, scores, score_terms, rewards ``[N, R]`` and metrics.
 
     The score sits on the last valid token, EOS included. Rows without a valid
@@ -67,6 +107,7 @@ class RewardWorker:
 
     Args:
       batch: N finished sequences of at least one response token each.
+      watch: has seen the same rows end, in the same places.
 
     Returns:
       The batch of the rows that are left, in their order.
@@ -75,8 +116,11 @@ class RewardWorker:
       RewardError: a reward function failed and ``rewards.on_error`` is "raise",
         or no row is left.
     """
-    texts = self._texts(batch)
-    result = self._score(batch, texts)
+    if watch is not None and len(watch.texts) == len(batch):
+      texts = [watch.texts[i] for i in range(len(batch))]
+    else:
+      texts = self._texts(batch)
+    result = self._score(batch, texts, watch)
     kept = np.flatnonzero(self._kept(batch.draw_ids, result.valid))
     if not kept.size:
       raise RewardError(
@@ -95,16 +139,26 @@ class RewardWorker:
       metrics={**result.metrics, **removed, **_statistics(result.scores[kept])}
     )
 
-  def _score(self, batch: Batch, texts: list[str]) -> RewardResult:
+  def _score(
+    self, batch: Batch, texts: list[str], watch: Watch | None = None
+  ) -> RewardResult:
     ids = [batch.response(i) for i in range(len(batch))]
     given = {NAME: self.model.score(batch, texts)} if self.model else None
-    score = lambda: self._runner.score(batch.prompts, texts, ids, given)
+
+    def score() -> RewardResult:
+      early = watch.outcomes() if watch else None
+      return self._runner.score(batch.prompts, texts, ids, given, early)
+
     found = processes.from_primary(lambda: dataclasses.asdict(score()))
     return RewardResult(**found)
 
   def _texts(self, batch: Batch) -> list[str]:
     skip = self._skip_special_tokens
     return decode_responses(batch, self._tokenizer, skip_special_tokens=skip)
+
+  def _decode(self, ids: np.ndarray, reason: str) -> str:
+    skip = self._skip_special_tokens
+    return decode_response(ids, reason, self._tokenizer, skip_special_tokens=skip)
 
   def _kept(self, draw_ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """Returns bool ``[N]``: valid, and in a draw that is still large enough."""
@@ -126,17 +180,23 @@ def decode_responses(
   batch: Batch, tokenizer: Any, *, skip_special_tokens: bool
 ) -> list[str]:
   """The N completions as text, without the EOS that ended them."""
-  texts = []
-  for i, reason in enumerate(batch.finish_reasons):
-    ids = batch.response(i)
-    if reason == STOP:
-      # The tokenizer does not know every EOS id of a generation config as
-      # special, and would print it.
-      ids = ids[:-1]
-    texts.append(
-      tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+  return [
+    decode_response(
+      batch.response(i), reason, tokenizer, skip_special_tokens=skip_special_tokens
     )
-  return texts
+    for i, reason in enumerate(batch.finish_reasons)
+  ]
+
+
+def decode_response(
+  ids: np.ndarray, reason: str, tokenizer: Any, *, skip_special_tokens: bool
+) -> str:
+  """One completion as text, without the EOS that ended it."""
+  if reason == STOP:
+    # The tokenizer does not know every EOS id of a generation config as special,
+    # and would print it.
+    ids = ids[:-1]
+  return tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
 
 def on_last_token(scores: np.ndarray, batch: Batch) -> np.ndarray:

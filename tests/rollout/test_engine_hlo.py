@@ -33,7 +33,7 @@ def test_no_token_gathers_the_head():
     max_rows=4,
     seed=0,
   )
-  lowered = engine.lower(weights, 4, 8, n=1, max_new=8, sampling=Sampling(1.0))
+  lowered = engine.programs.lower_decode(weights, 4, 16, Sampling(1.0))
   found = hlo.collectives(lowered.compile().as_text())
   logits = 2 * SPEC.vocab_size * 4  # of the two rows on a device
   head = SPEC.vocab_size * SPEC.hidden_size * 4
