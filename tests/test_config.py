@@ -173,5 +173,5 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
   assert config_reader.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
 
 
-def test_some_120_knobs_and_no_more():
-  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 125
+def test_some_130_knobs_and_no_more():
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 135

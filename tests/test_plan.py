@@ -125,7 +125,8 @@ def test_what_is_offloaded_moves_from_the_gpu_to_the_host(no_wheels):
   )
   assert there.to_json()["host_bytes_per_node"] == pytest.approx(2 * moved, rel=0.01)
   assert set(there.to_json()["components"]["gen"]) == {
-    "actor weights", "generation weights", "KV cache", planning.BUFFERS
+    "actor weights", "generation weights", "KV cache", "prefilled prompts",
+    planning.BUFFERS,
   }  # fmt: skip
   for phase, name in (("ref", "reference weights"), ("values", "critic weights")):
     visiting = component(there, phase, name)
@@ -181,14 +182,13 @@ def test_the_table_adds_up_and_marks_estimates(no_wheels, capsys):
   assert "planned in" in out.splitlines()[-1]
 
 
-def test_greedy_waves_of_more_prompts_are_a_phase_of_their_own(no_wheels):
-  rows = "--config.rollout.max_rows=8"
-  phases = lambda *args: list(make(TINY, rows, *args).to_json()["phases"])
-  assert "testing" in phases()  # 8 prompts at a time, training has 2
-  assert "testing" not in phases("--config.data.eval_files=()")
-  remax = phases("--config.algorithm.name=remax")
-  assert "gen_baseline" in remax and "testing" not in remax
-  assert "testing" not in phases("--config.algorithm.name=ppo", "--config.rollout.n=1")
+def test_greedy_completions_that_need_more_are_a_phase_of_their_own(no_wheels):
+  phases = lambda *args: list(make(TINY, *args).to_json()["phases"])
+  task = "task:symbols?min=1&max=3&symbols=6&n=99&split=eval"
+  many = f"--config.data.eval_files=('{task}',)"
+  assert "testing" not in phases()  # 8 prompts as in training
+  assert "testing" in phases(many)
+  assert "gen_baseline" not in phases("--config.algorithm.name=remax")
 
 
 @pytest.mark.parametrize("config, fewest, most", [(QWEN, 44, 60), (LLAMA, 40, 60)])
