@@ -21,7 +21,7 @@ GPU, with fp32 activations (4 bytes) as the decoder has them:
     generation  the larger of 4 U ((2.5 F + 2 Q + 4 K) / t_g + D), the prefill of
                 U prompt tokens (float16: a quarter more), and 4 N V (1 + 1/t_g),
                 the logits of N rows
-    switch      half of an MLP matrix of every stage
+    switch      gate and up of a layer of every stage, as training spreads them
     optimizer   nothing
 
 R rows of T tokens are a micro-batch on one device and b = R / M of them pass a
@@ -54,6 +54,7 @@ class Model:
     self.pp, self.tp, dp = (mesh.shape[axis] for axis in ("pp", "tp", "dp"))
     self.sp = self.tp if config.mesh.sequence_parallel else 1
     self.spread = config.mesh.zero == 3 and dp > 1
+    self.spread_over = dp if self.spread else 1
     self.tied = spec.tie_word_embeddings
     self.t_g = target.shape["tp"]
     self.remat, self.dtype = config.model.remat, jnp.dtype(config.model.dtype)
@@ -84,7 +85,7 @@ class Model:
     elif rows:
       size = self._decode(rows)
     elif phase == "switch":
-      size = self.pp * self.D * self.F / self.tp * self.item / 2
+      size = 2 * self.pp * self.D * self.F / (self.tp * self.spread_over) * self.item
     elif phase.endswith(": optimizer"):
       size = 0
     elif phase.endswith(": gradients"):

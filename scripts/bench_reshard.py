@@ -41,6 +41,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_hybrid.errors import JaxrlError
+from jaxrl_hybrid.models import fused
 from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
@@ -165,7 +166,12 @@ def slice_back(engine: HybridEngine, weights: Any) -> Way:
   copy, axes = engine.copy(weights), engine.source.axes
   layer = weights_lib.drop_stack(axes["layers"])
   axes = {**axes, "layers": [layer] * len(copy["layers"])}
-  program = compiled(copy, engine.source.placed.shardings(axes, copy))
+
+  def apart(copy: Any) -> Any:
+    return {**copy, "layers": [fused.separate(layer) for layer in copy["layers"]]}
+
+  shardings = engine.source.placed.shardings(axes, jax.eval_shape(apart, copy))
+  program = jax.jit(apart, out_shardings=shardings).lower(copy).compile()
   return lambda: program(copy), [(1, program)]
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_hybrid.models import rope
+from jaxrl_hybrid.models.fused import FusedProjection
 from jaxrl_hybrid.models.layers import Context, Projection, RMSNorm, norm, stds
 from jaxrl_hybrid.models.spec import PER_HEAD, WHOLE, ModelSpec
 from jaxrl_hybrid.ops import matmul
@@ -17,7 +18,8 @@ from jaxrl_hybrid.ops import matmul
 class Attention(nnx.Module):
   """Grouped-query attention; the caller supplies the attention itself."""
 
-  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+  def __init__(self, spec: ModelSpec, *, fused: bool = False, rngs: nnx.Rngs):
+    """``fused``: queries, keys and values come from one product."""
     self.spec = spec
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     std, out_std = stds(spec)
@@ -33,9 +35,13 @@ class Attention(nnx.Module):
         rngs=rngs,
       )
 
-    self.q = column(width, "heads")
-    self.k = column(kv_width, "kv_heads")
-    self.v = column(kv_width, "kv_heads")
+    q = column(width, "heads")
+    k, v = (column(kv_width, "kv_heads") for _ in range(2))
+    if fused:
+      self.qkv = FusedProjection((q, k, v))
+    else:
+      self.qkv = None
+      self.q, self.k, self.v = q, k, v
     self.o = Projection(
       width,
       spec.hidden_size,
@@ -55,7 +61,7 @@ class Attention(nnx.Module):
   def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
     rows, length, _ = x_BTD.shape
     heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
-    q, k, v = (projection(x_BTD, ctx.dtype) for projection in (self.q, self.k, self.v))
+    q, k, v = self._project(x_BTD, ctx.dtype)
     if self.spec.qk_norm == WHOLE:
       q, k = self.q_norm(q), self.k_norm(k)
     q_BTHA, k_BTKA, v_BTKA = heads(q), heads(k), heads(v)
@@ -64,6 +70,11 @@ class Attention(nnx.Module):
     q_BTHA, k_BTKA = (rope.rotate(x, ctx.cos, ctx.sin) for x in (q_BTHA, k_BTKA))
     out_BTHA, kept = ctx.attend(q_BTHA, k_BTKA, v_BTKA)
     return self.o(out_BTHA.reshape(rows, length, -1), ctx.dtype), kept
+
+  def _project(self, x_BTD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    if self.qkv is None:
+      return self.q(x_BTD, dtype), self.k(x_BTD, dtype), self.v(x_BTD, dtype)
+    return self.qkv(x_BTD, dtype, first=self.o.kernel.get_value().shape[0])
 
 
 class LatentAttention(nnx.Module):

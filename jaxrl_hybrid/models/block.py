@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxrl_hybrid.models.attention import Attention, LatentAttention
+from jaxrl_hybrid.models.fused import GATE_UP, QKV
 from jaxrl_hybrid.models.layers import Context, norm
 from jaxrl_hybrid.models.mlp import MLP, Mixture
 from jaxrl_hybrid.models.spec import POST_NORM, PRE_NORM, SANDWICH, ModelSpec
@@ -22,20 +23,36 @@ class DecoderLayer(nnx.Module):
   largest difference between the log-probs of trainer and engine.
   """
 
-  def __init__(self, spec: ModelSpec, *, dense: bool = False, rngs: nnx.Rngs):
-    """``dense``: an MLP even if the model has experts."""
+  def __init__(
+    self,
+    spec: ModelSpec,
+    *,
+    dense: bool = False,
+    fused: frozenset[str] = frozenset(),
+    rngs: nnx.Rngs,
+  ):
+    """
+    Args:
+      spec: sizes and switches.
+      dense: an MLP even if the model has experts.
+      fused: of ``QKV`` and ``GATE_UP`` the projections that are one product.
+      rngs: of the initial parameters.
+    """
     self.spec = spec
     width = spec.hidden_size
     if spec.norms in (PRE_NORM, SANDWICH):
       self.attn_norm, self.mlp_norm = norm(spec, width), norm(spec, width)
     if spec.norms in (POST_NORM, SANDWICH):
       self.attn_out_norm, self.mlp_out_norm = norm(spec, width), norm(spec, width)
-    attention = LatentAttention if spec.latent else Attention
-    self.attn = attention(spec, rngs=rngs)
-    if spec.experts and not dense:
-      self.mlp = Mixture(spec, rngs=rngs)
+    if spec.latent:
+      self.attn = LatentAttention(spec, rngs=rngs)
     else:
-      self.mlp = MLP(spec, spec.intermediate_size, rngs=rngs)
+      self.attn = Attention(spec, fused=QKV in fused, rngs=rngs)
+    gate_up = GATE_UP in fused
+    if spec.experts and not dense:
+      self.mlp = Mixture(spec, fused=gate_up, rngs=rngs)
+    else:
+      self.mlp = MLP(spec, spec.intermediate_size, fused=gate_up, rngs=rngs)
 
   def __call__(
     self, x_BTD: jax.Array, ctx: Context

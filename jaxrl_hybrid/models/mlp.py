@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_hybrid.models.fused import FusedProjection
 from jaxrl_hybrid.models.layers import Context, Projection, stds
 from jaxrl_hybrid.models.spec import SIGMOID, ExpertSpec, ModelSpec
 from jaxrl_hybrid.ops.experts import Routing
@@ -20,7 +21,10 @@ _ACTIVATIONS = {
 class MLP(nnx.Module):
   """Gated MLP (arXiv:2002.05202): ``down(act(gate(x)) * up(x))``."""
 
-  def __init__(self, spec: ModelSpec, size: int, *, rngs: nnx.Rngs):
+  def __init__(
+    self, spec: ModelSpec, size: int, *, fused: bool = False, rngs: nnx.Rngs
+  ):
+    """``fused``: gate and up come from one product."""
     std, out_std = stds(spec)
     self.act = _ACTIVATIONS[spec.activation]
 
@@ -35,13 +39,22 @@ class MLP(nnx.Module):
         rngs=rngs,
       )
 
-    self.gate = projection("column", std)
-    self.up = projection("column", std)
+    gate, up = (projection("column", std) for _ in range(2))
+    if fused:
+      self.gate_up = FusedProjection((gate, up))
+    else:
+      self.gate_up = None
+      self.gate, self.up = gate, up
     self.down = projection("row", out_std)
 
   def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, None]:
-    inner = self.act(self.gate(x_BTD, ctx.dtype)) * self.up(x_BTD, ctx.dtype)
-    return self.down(inner, ctx.dtype), None
+    gate, up = self._project(x_BTD, ctx.dtype)
+    return self.down(self.act(gate) * up, ctx.dtype), None
+
+  def _project(self, x_BTD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    if self.gate_up is None:
+      return self.gate(x_BTD, dtype), self.up(x_BTD, dtype)
+    return self.gate_up(x_BTD, dtype, first=self.down.kernel.get_value().shape[0])
 
 
 class Router(nnx.Module):
@@ -129,12 +142,13 @@ class Kernels(nnx.Module):
 class Mixture(nnx.Module):
   """Routed experts, and a shared MLP that every token goes through."""
 
-  def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+  def __init__(self, spec: ModelSpec, *, fused: bool = False, rngs: nnx.Rngs):
+    """``fused``: as of the shared MLP."""
     self.act = _ACTIVATIONS[spec.activation]
     self.router = Router(spec, rngs=rngs)
     self.experts = Experts(spec, rngs=rngs)
     size = spec.experts.shared_size
-    self.shared = MLP(spec, size, rngs=rngs) if size else None
+    self.shared = MLP(spec, size, fused=fused, rngs=rngs) if size else None
 
   def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Routing]:
     weights_BTK, routing = self.router(x_BTD)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_hybrid.models import layers
+from jaxrl_hybrid.models import fused, layers
 from jaxrl_hybrid.models.block import DecoderLayer
 from jaxrl_hybrid.models.spec import ModelSpec
 
@@ -103,20 +103,25 @@ def logical_axes(spec: ModelSpec, *, head: str = LM) -> Params:
 
 
 def bind_layer(spec: ModelSpec, params: Params, *, dense: bool = False) -> DecoderLayer:
-  """Returns the layer module whose parameters are ``params`` (one layer's)."""
-  graphdef, state = _layer_structure(spec, dense)
+  """Returns the layer module whose parameters are ``params`` (one layer's).
+
+  Projections may be fused, as the generation layout has them.
+  """
+  graphdef, state = _layer_structure(spec, dense, fused.kinds(params))
   state = jax.tree.map(lambda leaf: leaf, state)
   nnx.replace_by_pure_dict(state, params)
   return nnx.merge(graphdef, state)
 
 
 @functools.lru_cache(maxsize=16)
-def _layer_structure(spec: ModelSpec, dense: bool) -> tuple[Any, Any]:
-  return nnx.split(_abstract_layer(spec, dense=dense))
+def _layer_structure(
+  spec: ModelSpec, dense: bool, fused_kinds: frozenset[str]
+) -> tuple[Any, Any]:
+  return nnx.split(_abstract_layer(spec, dense=dense, fused=fused_kinds))
 
 
-def _abstract_layer(spec: ModelSpec, *, dense: bool = False) -> DecoderLayer:
-  return nnx.eval_shape(lambda: DecoderLayer(spec, dense=dense, rngs=nnx.Rngs(0)))
+def _abstract_layer(spec: ModelSpec, **form: Any) -> DecoderLayer:
+  return nnx.eval_shape(lambda: DecoderLayer(spec, **form, rngs=nnx.Rngs(0)))
 
 
 def _outer(spec: ModelSpec, key: jax.Array, vocab: int, head: str) -> dict[str, Any]:

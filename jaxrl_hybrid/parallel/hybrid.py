@@ -5,50 +5,28 @@ mesh; generation wants a list of layers on the generation mesh (HybridFlow §5,
 arXiv:2409.19256). The switch gathers inside micro-DP groups and nowhere else, a
 few layers at a time, so that it needs next to no memory beyond its result:
 call j of one compiled program takes the j-th layer of every pipeline stage.
+Projections of one input become one on the way (``joining``).
 There is no way back to compute: the training weights stay where they are and
 the copy is dropped.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_hybrid.errors import SwitchError
+from jaxrl_hybrid.models import fused
 from jaxrl_hybrid.models import heads as heads_lib
-from jaxrl_hybrid.models.heads import ABSENT, HeadPlan
+from jaxrl_hybrid.models.fused import GATE_UP, QKV
 from jaxrl_hybrid.models.params import Params
-from jaxrl_hybrid.parallel import abstract, digest, multihost
+from jaxrl_hybrid.parallel import abstract, digest, head_moves, multihost
+from jaxrl_hybrid.parallel.joining import Joiner
 from jaxrl_hybrid.parallel.mesh import MICRO_DP_TP
 from jaxrl_hybrid.parallel.rules import Axes, Layout, Rules
 from jaxrl_hybrid.parallel.weights import WeightLayout, drop_stack, plan_heads
-
-
-@dataclasses.dataclass(frozen=True)
-class _Move:
-  """New places for the heads of a projection, dim 0.
-
-  Attributes:
-    parts: equal parts that no head leaves. With as many as generation's tp every
-      device moves its own heads; with one all of them are gathered before.
-    index: for each head of a new part its place in the old part, behind which
-      there is one more head, of zeros.
-    head_dim: rows per head.
-  """
-
-  parts: int
-  index: np.ndarray
-  head_dim: int
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    by_head = x.reshape(self.parts, -1, self.head_dim, *x.shape[1:])
-    zeros = jnp.zeros_like(by_head[:, :1])
-    moved = jnp.concatenate([by_head, zeros], 1)[:, self.index]
-    return moved.reshape(-1, *x.shape[1:])
 
 
 class HybridEngine:
@@ -63,7 +41,15 @@ class HybridEngine:
     self.version = 0
     self.source, self.target = source, target
     self.heads = plan_heads(source.spec, target.mesh)
-    self._moves = _moves(source, target.mesh.shape["tp"], self.heads)
+    tp, head_dim = target.mesh.shape["tp"], source.spec.head_dim
+    self._moves = head_moves.moves(source.heads, self.heads, tp=tp, head_dim=head_dim)
+    self._joiner = Joiner(
+      source.placed,
+      target,
+      # Replicas of key and value heads share projections that tp does not split.
+      kinds=frozenset({GATE_UP} if self.heads.replicas > 1 else {GATE_UP, QKV}),
+      moved=frozenset(self._moves),
+    )
     self._expected: jax.Array | None = None
     self._found: jax.Array | None = None
     self.switch_outer = jax.jit(self._outer, out_shardings=self._outer_shardings())
@@ -138,27 +124,32 @@ class HybridEngine:
 
     With p_g > 1 an entry is a stack of p_g layers, one of each generation stage.
     """
-    leaves, structure = jax.tree.flatten(layers)
-    names = structure.flatten_up_to(self.source.axes["layers"])
+    leaves, structure = self._joiner.split(layers, self.source.axes["layers"])
     arrived, matrices = [], []
-    for leaf, axes in zip(leaves, names, strict=True):
-      if leaf.ndim == 3 and len(matrices) > 1:
+    for parts, axes in leaves:
+      is_matrix = parts[0].ndim == 3
+      if is_matrix and len(matrices) > 1:
         # One is gathered while the one before is taken apart. Without this, XLA
         # gathers all of them first, which takes the memory of the whole slot.
         j, _ = jax.lax.optimization_barrier((j, matrices[-2]))
-      arrived.append(self._slot_of_leaf(leaf, j, axes))
-      if leaf.ndim == 3 and self.source.stages > 1:
+      picked = [self._pick(x, j, names) for x, names in zip(parts, axes, strict=True)]
+      arrived.append(self._joiner.join(picked, axes, self._arrive))
+      if is_matrix and self.source.stages > 1:
         matrices.append(arrived[-1])
     return [structure.unflatten(stage) for stage in zip(*arrived, strict=True)]
 
-  def _slot_of_leaf(self, leaf: jax.Array, j: jax.Array, axes: Axes) -> list[jax.Array]:
-    """Over pp first: that stack is taken apart by a copy, so it had better be small.
-
-    Gathered over tp afterwards, each layer lands where it stays.
-    """
+  def _pick(self, leaf: jax.Array, j: jax.Array, axes: Axes) -> jax.Array:
+    """Layer j of every training stage, stacked."""
     split = leaf.reshape(self.source.stages, -1, *leaf.shape[1:])
     leaf = jax.lax.dynamic_index_in_dim(split, j, 1, keepdims=False)
-    leaf = self.source.placed.constrain(leaf, axes)
+    return self.source.placed.constrain(leaf, axes)
+
+  def _arrive(self, leaf: jax.Array, axes: Axes) -> list[jax.Array]:
+    """The layers of a stack, each where generation wants it.
+
+    Over pp first: that stack is taken apart by a copy, so it had better be small.
+    Gathered over tp afterwards, each layer lands where it stays.
+    """
     move, target = self._moves.get(axes[1]), axes[1:]
     if move and move.parts == 1:
       target = (None,) * len(target)
@@ -187,24 +178,22 @@ class HybridEngine:
     return layer if self.stages > 1 else jax.tree.map(lambda x: x[None], layer)
 
   def _outer(self, outside: Params) -> Params:
-    return jax.tree.map(self.target.constrain, outside, self._outer_axes)
-
-  @property
-  def _layer_axes(self) -> Any:
-    return drop_stack(self.source.axes["layers"])
-
-  @property
-  def _outer_axes(self) -> Any:
-    return _outside(self.source.axes)
+    leaves, structure = self._joiner.split(outside, _outside(self.source.axes))
+    place = lambda x, axes: [self.target.constrain(x, axes)]
+    return structure.unflatten(
+      [self._joiner.join(parts, axes, place)[0] for parts, axes in leaves]
+    )
 
   def _outer_shardings(self) -> Any:
-    shapes = _outside(self.source.abstract_weights())
-    return self.target.shardings(self._outer_axes, shapes)
+    shapes = jax.eval_shape(self._outer, _outside(self.source.abstract_weights()))
+    axes = self._joiner.axes(_outside(self.source.axes))
+    return self.target.shardings(axes, shapes)
 
   def _slot_shardings(self) -> Any:
     layers = self.source.abstract_weights()["layers"]
     entries = jax.eval_shape(self._slot, layers, jnp.int32(0))
-    axes = self._layer_axes if self.stages == 1 else self.source.axes["layers"]
+    axes = self._joiner.axes(self.source.axes["layers"])
+    axes = drop_stack(axes) if self.stages == 1 else axes
     return [self.target.shardings(axes, entry) for entry in entries]
 
   def _digest_of_source(self, weights: Params) -> jax.Array:
@@ -219,42 +208,14 @@ class HybridEngine:
     spec = self.source.spec
 
     def one(layer):
-      stack = self._stack(layer)
+      stack = fused.separate(self._stack(layer), axis=1)
       rows = heads_lib.logical_rows(stack, self.heads, spec.head_dim)
       return digest.of_stack(stack, rows)
 
-    outer = jax.tree.map(lambda x: x[None], _outside(copy))
+    outer = jax.tree.map(lambda x: x[None], fused.separate(_outside(copy)))
     by_layer = jnp.stack([one(layer) for layer in copy["layers"]], 1).reshape(-1)
     return jnp.concatenate([by_layer[: spec.stacked_layers], digest.of_stack(outer)])
 
 
 def _outside(tree: Params) -> Params:
   return {name: leaf for name, leaf in tree.items() if name != "layers"}
-
-
-def _moves(source: WeightLayout, tp: int, heads: HeadPlan) -> dict[str, _Move]:
-  """The moves by logical axis; none where all heads keep their places."""
-  found = {}
-  for axis, order in (("heads", HeadPlan.query_source), ("kv_heads", _key_order)):
-    old, new = order(source.heads), order(heads)
-    if not np.array_equal(old, new):
-      moves = (_find_move(old, new, n, source.spec.head_dim) for n in (tp, 1))
-      found[axis] = next(move for move in moves if move is not None)
-  return found
-
-
-def _key_order(plan: HeadPlan) -> np.ndarray:
-  """The model's head in each place of the key and value projections."""
-  # With replicas their outputs are copied, the projections stay as they are.
-  return np.arange(plan.kv_heads) if plan.replicas > 1 else plan.slot_source()
-
-
-def _find_move(
-  old: np.ndarray, new: np.ndarray, parts: int, head_dim: int
-) -> _Move | None:
-  """The move that is the same in each of ``parts`` and crosses none; or None."""
-  if len(old) % parts or len(new) % parts:
-    return None
-  old = np.pad(old.reshape(parts, -1), ((0, 0), (0, 1)), constant_values=ABSENT)
-  same = (old[:, :, None] == new.reshape(parts, 1, -1)).all(0)
-  return _Move(parts, same.argmax(0), head_dim) if same.any(0).all() else None

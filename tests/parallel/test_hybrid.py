@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl_hybrid.errors import SwitchError
+from jaxrl_hybrid.models import fused
 from jaxrl_hybrid.models import heads as heads_lib
-from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.models.spec import ExpertSpec, LatentSpec, ModelSpec
 from jaxrl_hybrid.parallel import hybrid
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.parallel import weights as weights_lib
@@ -33,6 +34,20 @@ SPEC = ModelSpec(
 )
 ODD = dataclasses.replace(SPEC, num_heads=9, num_kv_heads=3)
 GROUPED = dataclasses.replace(SPEC, num_heads=14, num_kv_heads=2)
+EXPERTS = ModelSpec(
+  "deepseek_v3",
+  37,
+  16,
+  24,
+  LAYERS,
+  4,
+  4,
+  8,
+  64,
+  latent=LatentSpec(None, 8, 4, 4, 4),
+  experts=ExpertSpec(4, 2, 8, shared_size=12),
+  dense_layers=1,
+)
 IS_AXES = lambda x: isinstance(x, tuple)
 HALF, FULL = jnp.bfloat16, jnp.float32
 # (training (pp, tp, dp), generation (p_g, t_g), zero, dtype)
@@ -93,7 +108,21 @@ def expected_copy(host, engine, dtype):
   return {**host, "layers": layers}
 
 
-def assert_same(got, expected):
+def host_layers(host):
+  """Stored parameters with the layers as a list."""
+  unstack = lambda i: jax.tree.map(lambda x: x[i], host["layers"])
+  count = jax.tree.leaves(host["layers"])[0].shape[0]
+  return {**host, "layers": [unstack(i) for i in range(count)]}
+
+
+def apart(copy, axis=0):
+  """The copy with every projection by itself."""
+  layers = [fused.separate(layer, axis=axis) for layer in copy["layers"]]
+  return {**copy, "layers": layers}
+
+
+def assert_same(engine, got, expected):
+  got = apart(got, axis=min(engine.stages - 1, 1))
   assert jax.tree.structure(got) == jax.tree.structure(expected)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), expected)
   same = jax.tree.map(lambda a, b: a.dtype == b.dtype, got, expected)
@@ -105,7 +134,7 @@ def test_every_layer_arrives_as_it_was(train, generation, zero, dtype):
   host, weights, engine = setup(train, generation, zero, dtype)
   got, _ = engine.to_generation(weights)
   assert isinstance(got["layers"], list)
-  assert_same(got, expected_copy(host, engine, dtype))
+  assert_same(engine, got, expected_copy(host, engine, dtype))
   engine.verify()
 
 
@@ -125,8 +154,19 @@ def test_every_layer_arrives_as_it_was(train, generation, zero, dtype):
 def test_heads_arrive_as_generation_wants_them(spec, train, generation, zero):
   host, weights, engine = setup(train, generation, zero, spec=spec)
   got, _ = engine.to_generation(weights)
-  assert_same(got, expected_copy(host, engine, HALF))
+  assert_same(engine, got, expected_copy(host, engine, HALF))
   engine.verify()
+
+
+def test_leading_dense_layers_and_shared_experts_arrive_fused():
+  host, weights, engine = setup((1, 2, 2), (1, 2), 3, FULL, spec=EXPERTS)
+  got, _ = engine.to_generation(weights)
+  engine.verify()
+  dense = got["dense"]["0"]["mlp"]
+  # Split over tp and dp where it comes from, over tp where it arrives.
+  assert dense["gate_up"]["kernel"].shape == (4, 12, 16)
+  assert got["layers"][0]["mlp"]["shared"].keys() == {"gate_up", "down"}
+  assert_same(engine, got | {"dense": fused.separate(got["dense"])}, host_layers(host))
 
 
 @pytest.mark.parametrize("spec", [SPEC, ODD], ids=["4/4", "9/3"])
@@ -135,11 +175,14 @@ def test_every_leaf_has_the_sharding_of_the_generation_layout(spec):
   got, _ = engine.to_generation(weights)
   axes = engine.source.axes
   layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=IS_AXES)
+  grouped = lambda parts: (parts[0][0], None, *parts[0][1:])
+  layer = fused.map_parts(layer, {fused.QKV, fused.GATE_UP}, grouped)
   wanted = engine.target.shardings({**axes, "layers": [layer] * LAYERS}, got)
   same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), got, wanted)
   assert all(jax.tree.leaves(same))
-  q = got["layers"][0]["attn"]["q"]["kernel"]
-  assert q.sharding.shard_shape(q.shape) == (q.shape[0] // 2, 16)
+  kernel = got["layers"][0]["attn"]["qkv"]["kernel"]
+  groups, *rest = kernel.shape
+  assert kernel.sharding.shard_shape(kernel.shape) == (groups // 2, *rest)
 
 
 def test_the_switch_does_not_go_through_the_host():
@@ -204,7 +247,7 @@ def alter_on_the_way(monkeypatch, engine, layer, leaf):
   monkeypatch.setattr(engine, "switch_slot", switch_slot)
 
 
-@pytest.mark.parametrize("layer,leaf", [(0, "q"), (1, "v"), (2, "o")])
+@pytest.mark.parametrize("layer,leaf", [(0, "qkv"), (2, "o")])
 def test_an_element_altered_on_the_way_is_found_and_its_layer_named(
   layer, leaf, monkeypatch
 ):
@@ -237,12 +280,12 @@ def test_swapped_heads_and_swapped_layers_are_found(monkeypatch):
   genuine = engine.switch_slot
 
   def swap(x):
-    return jnp.concatenate([x[8:16], x[:8], x[16:]])
+    return jnp.concatenate([x[:, 8:16], x[:, :8], x[:, 16:]], 1)
 
   def swapped_heads(layers, j):
     arrived = genuine(layers, j)
-    kernel = arrived[0]["attn"]["k"]["kernel"]
-    arrived[0]["attn"]["k"] |= {"kernel": swap(kernel)}
+    kernel = arrived[0]["attn"]["qkv"]["kernel"]
+    arrived[0]["attn"]["qkv"] |= {"kernel": swap(kernel)}
     return arrived
 
   monkeypatch.setattr(engine, "switch_slot", swapped_heads)

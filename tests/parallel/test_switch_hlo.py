@@ -298,6 +298,40 @@ def test_padding_of_heads_is_taken_out_where_they_arrive(case):
   assert received(compiled) == sum(x.missing for x in leaves_of(engine))
 
 
+@pytest.mark.parametrize(
+  "case,spec,zero,qkv,gathers",
+  [
+    # q|k|v, its bias, o, gate|up, down
+    ((1, 4, 2, 1), SPEC, 1, (4, 3 * 16 * 8 // 4), 5),
+    ((1, 4, 2, 2), SPEC, 1, (4, 96), 5),
+    ((1, 4, 2, 4), SPEC, 1, (4, 96), 0),
+    # Spread over dp as well: 8 parts, of 2 heads each.
+    ((1, 4, 2, 2), SPEC, 3, (8, 48), 5),
+    # Joined on arrival: training does not split k and v, only q is gathered.
+    ((1, 4, 2, 2), GROUPED, 1, (2, 64), 5),
+    # As heads are regrouped.
+    ((1, 8, 2, 2), PADDED, 1, (2, 72), 5),
+  ],
+  ids=lambda x: "" if isinstance(x, ModelSpec) else str(x),
+)
+def test_projections_are_joined_before_they_are_gathered_if_possible(
+  case, spec, zero, qkv, gathers
+):
+  engine, compiled = switch(case, spec=spec, zero=zero)
+  layer = engine.copy(engine.source.abstract_weights())["layers"][0]
+  assert layer["attn"]["qkv"]["kernel"].shape == (*qkv, 32)
+  assert layer["attn"]["qkv"]["bias"].shape == qkv
+  assert layer["mlp"].keys() == {"gate_up", "down"}
+  assert len(collectives(compiled[0][1])) == gathers
+
+
+def test_keys_that_generation_copies_stay_apart():
+  engine = engine_of((1, 4, 1, 4), spec=GROUPED)
+  layer = engine.copy(engine.source.abstract_weights())["layers"][0]
+  assert {"q", "k", "v"} < layer["attn"].keys()
+  assert layer["mlp"].keys() == {"gate_up", "down"}
+
+
 @pytest.mark.parametrize("case", [(1, 16, 1, 8)], ids=str)
 def test_heads_that_go_to_another_group_are_gathered_whole_and_nothing_else_is(case):
   engine, compiled = switch(case, spec=ODD)
@@ -338,10 +372,11 @@ def test_a_move_to_the_host_would_be_seen():
 @pytest.mark.parametrize(
   "case,temp",
   [
-    ((1, 2, 1, 1), 0.07),
+    ((1, 1, 1, 1), 0.0001),
+    ((1, 2, 1, 1), 0.14),
     ((2, 4, 2, 4), 0.14),
-    ((2, 4, 2, 2), 0.07),
-    ((1, 8, 2, 4), 0.04),
+    ((2, 4, 2, 2), 0.14),
+    ((1, 8, 2, 4), 0.042),
   ],
   ids=str,
 )
@@ -356,7 +391,7 @@ def test_a_7b_model_on_gpus_needs_little_temporary_memory(case, temp):
     found += calls * hlo.collectives(text)
     assert " transpose(" not in text and not HOST.search(text)
     assert topology.memory(program)["temp"] < temp * 1e9
-  assert {c.kind for c in found} == {"all-gather"}
+  assert {c.kind for c in found} <= {"all-gather"}
   assert sum(map(hlo.received_bytes, found)) == sum(
     x.missing for x in leaves_of(engine)
   )

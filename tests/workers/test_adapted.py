@@ -18,6 +18,7 @@ import mesh_parity
 
 from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.models import adapters as adapters_lib
+from jaxrl_hybrid.models import fused
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import HEAD, A, B, LoraSpec
 from jaxrl_hybrid.models.decoder import Decoder
@@ -224,7 +225,7 @@ def test_the_switch_merges_and_generation_sees_the_weights_of_training(even):
   engine = hybrid.HybridEngine(layout.base, target)
   copy, _ = engine.to_generation(plain)
   engine.verify()
-  q = copy["layers"][1]["attn"]["q"]["kernel"]
+  q = fused.separate(copy["layers"][1])["attn"]["q"]["kernel"]
   np.testing.assert_array_equal(q, plain["layers"]["attn"]["q"]["kernel"][1])
   assert merge(plain) is plain
 
