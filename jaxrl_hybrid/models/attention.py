@@ -49,6 +49,7 @@ class Attention(nnx.Module):
       kind="row",
       bias=spec.out_bias,
       std=out_std,
+      bounded=True,  # by the values, which are rounded to the same format
       rngs=rngs,
     )
     if spec.qk_norm == PER_HEAD:

@@ -179,25 +179,9 @@ class Decoder:
         )
         return updated if active is None else jnp.where(active, updated, cache_BSKA)
 
-      def apply(local):
-        def attend(q, k, v, *, v_dim=None, **_):
-          new = self._slots(*(x for x in (k, v) if x is not None))
-          kept = tuple(map(write, cache, new))
-          out = attention.extended(
-            q,
-            kept[0],
-            kept[-1],
-            start,
-            implementation=self.attention,
-            form=self._form(local),
-          )
-          return out[..., :v_dim], kept
-
-        layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
-        context = self._context(positions_1C, local, attend)
-        return layer(x_BTD, dataclasses.replace(context, decoding=True))[:2]
-
-      x_BTD, cache = self._by_kind(local, apply)
+      look = functools.partial(attention.extended, start=start)
+      layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+      x_BTD, cache = self._cached(layer, cache, x_BTD, positions_1C, local, write, look)
       return jax.lax.optimization_barrier((self._pin(x_BTD), cache))
 
     return self._through(one, params, caches, x_BTD)[1]
@@ -220,31 +204,17 @@ class Decoder:
       if active is not None:
         lengths_B = jnp.where(active, lengths_B, 1)
 
-      def write(cache_BSKA, new_BKA):
-        new_BKA = new_BKA.astype(self.dtype)
+      def write(cache_BSKA, new_B1KA):
+        new_BKA = new_B1KA[:, 0].astype(self.dtype)
         if active is not None:
           new_BKA = jnp.where(active, new_BKA, cache_BSKA[rows, positions_B])
         return cache_BSKA.at[rows, positions_B].set(new_BKA)
 
-      def apply(local):
-        def attend(q, k, v, *, v_dim=None, **_):
-          new = self._slots(*(x for x in (k, v) if x is not None))
-          kept = tuple(write(old, x[:, 0]) for old, x in zip(cache, new, strict=True))
-          out = attention.cached(
-            q,
-            kept[0],
-            kept[-1],
-            lengths_B,
-            implementation=self.attention,
-            form=self._form(local),
-          )
-          return out[..., :v_dim], kept
-
-        layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
-        context = self._context(positions_B[:, None], local, attend)
-        return layer(x_BTD, dataclasses.replace(context, decoding=True))[:2]
-
-      x_BTD, cache = self._by_kind(local, apply)
+      look = functools.partial(attention.cached, lengths_B=lengths_B)
+      layer = params_lib.bind_layer(self.spec, layer_params, dense=dense)
+      x_BTD, cache = self._cached(
+        layer, cache, x_BTD, positions_B[:, None], local, write, look
+      )
       return self._pin(x_BTD), cache
 
     hidden_B1D, caches = self._through(one, params, caches, x_BTD)
@@ -304,6 +274,22 @@ class Decoder:
   def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """fp32 values ``[B, T]``: index t is the value before token t."""
     return _shift_right(self.scores(params, tokens_BT)[:, :-1])
+
+  def _cached(self, layer, cache, x_BTD, positions_BT, local, write, look):
+    """A layer that writes keys and values and then looks at them: (x, cache)."""
+
+    def apply(local):
+      def attend(q, k, v, *, v_dim=None, **_):
+        new = self._slots(*(x for x in (k, v) if x is not None))
+        kept = tuple(write(old, x) for old, x in zip(cache, new, strict=True))
+        form = self._form(local)
+        out = look(q, kept[0], kept[-1], implementation=self.attention, form=form)
+        return out[..., :v_dim], kept
+
+      context = self._context(positions_BT, local, attend)
+      return layer(x_BTD, dataclasses.replace(context, decoding=True))[:2]
+
+    return self._by_kind(local, apply)
 
   def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
     """((x, slots), load); stages of a pipeline do not tell their load."""
@@ -370,24 +356,13 @@ class Decoder:
   def _slots(self, *kv_BTKA):
     if self.heads is None:
       return kv_BTKA
-    fill = lambda x: self.constrain(
-      self.heads.fill_slots(x), ("batch", None, "heads", None)
-    )
-    return tuple(fill(x) for x in kv_BTKA)
+    axes = ("batch", None, "heads", None)
+    return tuple(self.constrain(self.heads.fill_slots(x), axes) for x in kv_BTKA)
 
   def _sequence(self, axis: str | None) -> Callable[[jax.Array], jax.Array]:
     """Pins T to an axis, and T of the gradient to the other one."""
-    pin = lambda x, axis: self.constrain(x, ("batch", axis, None))
-
-    @jax.custom_vjp
-    def move(x):
-      return pin(x, axis)
-
-    move.defvjp(
-      lambda x: (pin(x, axis), None),
-      lambda _, ct: (pin(ct, "seq" if axis is None else None),),
-    )
-    return move
+    pin = lambda axis: lambda x: self.constrain(x, ("batch", axis, None))
+    return layers.two_way(pin(axis), pin("seq" if axis is None else None))
 
   def _empty_cache(self, rows: int, length: int) -> KVCache | None:
     """What stages that did not run yet have in place of keys and values."""
@@ -407,21 +382,14 @@ class Decoder:
     heads = self.heads.slots if self.heads else self.spec.num_kv_heads
     return [(heads, self.spec.head_dim)] * 2
 
-  def _causal(self, q_BTHA, k_BTKA, v_BTKA, local: bool):
+  def _causal(self, q, k, v, local: bool):
     return attention.causal(
-      q_BTHA,
-      k_BTKA,
-      v_BTKA,
-      dtype=self.dtype,
-      implementation=self.attention,
-      form=self._form(local),
+      q, k, v, dtype=self.dtype, implementation=self.attention, form=self._form(local)
     )
 
   def _norm(self, params, x_BTD):
-    spec = self.spec
-    return layers.rms_norm(
-      x_BTD, params["norm"]["scale"], spec.rms_norm_eps, offset=spec.norm_offset
-    )
+    scale, spec = params["norm"]["scale"], self.spec
+    return layers.rms_norm(x_BTD, scale, spec.rms_norm_eps, offset=spec.norm_offset)
 
   def _pin(self, x_BTD):
     return self.constrain(x_BTD, ("batch", "seq", None))

@@ -24,6 +24,19 @@ def _same(x: jax.Array) -> jax.Array:
   return x
 
 
+def two_way(
+  forward: Callable[[jax.Array], jax.Array], back: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
+  """``forward``, a change of place alone, whose gradient goes through ``back``."""
+
+  @jax.custom_vjp
+  def move(x):
+    return forward(x)
+
+  move.defvjp(lambda x: (forward(x), None), lambda _, ct: (back(ct),))
+  return move
+
+
 class Attend(Protocol):
   """The attention itself.
 
@@ -73,7 +86,8 @@ class Projection(nnx.Module):
   """A linear map whose tp-sharded dim leads.
 
   ``column``: kernel ``[out, in]``, the output dim carries ``axis``.
-  ``row``: kernel ``[in, out]``, the input dim carries ``axis``.
+  ``row``: kernel ``[in, out]``, the input dim carries ``axis``; what comes in may
+  be beyond float16's range unless it is ``bounded``.
   """
 
   def __init__(
@@ -85,9 +99,10 @@ class Projection(nnx.Module):
     kind: str,
     bias: bool,
     std: float,
+    bounded: bool = False,
     rngs: nnx.Rngs,
   ):
-    self.kind = kind
+    self.kind, self.bounded = kind, bounded
     self.kernel = nnx.Param(
       std * jax.random.normal(rngs.params(), (size, hidden), jnp.float32),
       logical_axes=(axis, "embed"),
@@ -102,7 +117,8 @@ class Projection(nnx.Module):
     if self.kind == "column":
       out = matmul.product(x, self.kernel.get_value(), "bti,oi->bto", dtype)
     else:
-      out = matmul.row_scaled_product(x, self.kernel.get_value(), "bti,io->bto", dtype)
+      product = matmul.product if self.bounded else matmul.row_scaled_product
+      out = product(x, self.kernel.get_value(), "bti,io->bto", dtype)
     return out if self.bias is None else out + self.bias[...]
 
 

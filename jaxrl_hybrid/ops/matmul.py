@@ -207,4 +207,7 @@ def row_scales(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   if dtype != jnp.float16:
     return jnp.ones((*x.shape[:-1], 1), jnp.float32)
   largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), -1, keepdims=True))
-  return jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest / SAFE, 1.0))))
+  # The power of two at or above: where mantissa bits are set they carry into the
+  # exponent. XLA repeats this where it is used; logarithms it would not.
+  bits = jax.lax.bitcast_convert_type(jnp.maximum(largest / SAFE, 1.0), jnp.int32)
+  return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)

@@ -75,6 +75,13 @@ def test_row_scaling_keeps_float16_from_overflowing():
   assert (got[1] == matmul.product(x, kernel, "bti,oi->bto", half)[1]).all()
 
 
+def test_row_scales_are_the_powers_of_two_that_bring_rows_below_the_limit():
+  ratios = [0.0, 1e-30, 0.5, 1.0, 1.0000001, 1.5, 2.0, 2.0000002, 3e7, np.inf]
+  x = matmul.SAFE * np.array(ratios, np.float32)[:, None] * [1, -1]
+  got = matmul.row_scales(x.astype(np.float32), jnp.dtype("float16"))[:, 0]
+  np.testing.assert_array_equal(got, [1, 1, 1, 1, 2, 2, 2, 4, 2.0**25, np.inf])
+
+
 def kernel_of(value, dtype):
   """Weights rounded to ``dtype``, and their slot."""
   value = jnp.asarray(value, dtype)
