@@ -35,7 +35,6 @@ from jaxrl_hybrid.rollout.stop import StopStrings
 from jaxrl_hybrid.shapes import bucket
 
 CHUNK = 64  # most tokens per row between two looks of the host
-REFILL = 16  # slots are filled again when this part of them (1 / REFILL) is free
 SHRINK = 4  # the last rows move to a pool this many times smaller ...
 SMALLEST = 16  # ... unless it would have fewer slots per shard
 ADMIT = 8  # rows enter in calls of all slots of a shard, or of this part of them
@@ -279,12 +278,10 @@ class _Run:
 
   def _enough(self) -> int:
     """Rows that must end before the host has something to do."""
-    running = len(self._schedule.running)
     if self._schedule.waiting:
-      slots = self._schedule.slots * self._schedule.shards
-      return min(running, max(1, slots // REFILL))
+      return self._schedule.until_refill
     kept = self._smaller_pool() * self._schedule.shards
-    return max(1, running - kept)
+    return max(1, len(self._schedule.running) - kept)
 
   def _smaller_pool(self) -> int:
     """Slots per shard of the next smaller pool; 0: there is none."""

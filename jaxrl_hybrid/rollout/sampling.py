@@ -76,7 +76,7 @@ def sample(
   largest_B1 = jnp.max(scaled_BV, -1, keepdims=True)
   # Not normalised: what needs no divisions over the vocabulary does none.
   weights_BV = jnp.exp(scaled_BV - largest_B1)
-  total_B = jnp.sum(weights_BV, -1)
+  total_B = jnp.sum(_blocks(weights_BV).sum(-1), -1)  # sums that the search needs, too
   drawn_BV = weights_BV
   if sampling.penalizes:
     penalized_BV = _penalize(scaled_BV, seen_BV, sampling.repetition_penalty)
@@ -95,16 +95,20 @@ def inverse_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
 
   An index of weight 0 is never returned unless all weights are 0.
   """
-  rows, vocab = weights_BV.shape
-  block = block_size(vocab)
-  blocks_BNC = jnp.pad(weights_BV, ((0, 0), (0, -vocab % block))).reshape(
-    rows, -1, block
-  )
+  blocks_BNC = _blocks(weights_BV)
+  block = blocks_BNC.shape[-1]
   mass_BN = blocks_BNC.sum(-1)
   which_B, rest_B = _search(mass_BN, uniform_B)
   inner_BC = jnp.take_along_axis(blocks_BNC, which_B[:, None, None], 1)[:, 0]
   inner_B, _ = _search(inner_BC, rest_B)
   return (which_B * block + inner_B).astype(jnp.int32)
+
+
+def _blocks(weights_BV: jax.Array) -> jax.Array:
+  rows, vocab = weights_BV.shape
+  block = block_size(vocab)
+  padded_BV = jnp.pad(weights_BV, ((0, 0), (0, -vocab % block)))
+  return padded_BV.reshape(rows, -1, block)
 
 
 def block_size(vocab: int) -> int:

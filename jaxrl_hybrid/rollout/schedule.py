@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_hybrid.shapes import bucket, round_up
 
+REFILL = 16  # slots are filled again when this part of them (1 / REFILL) is free
 NARROWEST = 16  # tokens; narrower prefill programs are not worth compiling
 
 
@@ -131,9 +132,12 @@ class Schedule:
     self._free = [list(range(slots))[::-1] for _ in range(shards)]
     self._ready: list[collections.deque[tuple[Group, int, Unit, int]]]
     self._ready = [collections.deque() for _ in range(shards)]
+    self._order = {unit: i for i, unit in enumerate(units)}
     self._most_places = 1
     while self._most_places * shards < len(units):
       self._most_places *= 2
+    rows = max((len(unit.rows) for unit in units), default=1)
+    self._refill = max(1, slots // REFILL // rows)
     self.running: dict[tuple[int, int], int] = {}
 
   @property
@@ -142,13 +146,49 @@ class Schedule:
     return bool(self._queue) or any(self._ready)
 
   @property
+  def until_refill(self) -> int:
+    """Rows that should end before slots are filled again."""
+    wanted = max(1, self.slots * self.shards // REFILL - self._idle)
+    return min(wanted, len(self.running))
+
+  @property
   def busiest(self) -> int:
     """Rows that decode on the shard that has most of them."""
     counts = collections.Counter(shard for shard, _ in self.running)
     return max(counts.values(), default=0)
 
   def next_group(self) -> Group | None:
-    """The prompts to prefill now: those that free slots are waiting for."""
+    """The prompts to prefill now: those that free slots are waiting for.
+
+    Two sizes of program: for as many prompts as it may have, and for as many as a
+    refill wants. A few slots rather wait than have a program run mostly empty.
+    """
+    units, width = self._wanted()
+    count = max(map(len, units))
+    if not count:
+      return None
+    places = self.room(width)
+    if count < places:
+      places = min(places, self._refill)
+      self._put_back(units, places)
+      few = 2 * sum(map(len, units)) < places * self.shards
+      if few and self._queue and self._idle <= self.slots * self.shards // REFILL:
+        self._put_back(units, 0)
+        return None
+    group = Group(units, places, width, 0)
+    for shard, taken in enumerate(units):
+      for place, unit in enumerate(taken):
+        self._ready[shard].extend((group, place, unit, row) for row in unit.rows)
+        group.waiting += len(unit.rows)
+    return group
+
+  @property
+  def _idle(self) -> int:
+    """Slots without a row, or one that is about to enter."""
+    return sum(map(len, self._free)) - sum(map(len, self._ready))
+
+  def _wanted(self) -> tuple[list[list[Unit]], int]:
+    """Units off the queue for the free slots of each shard, and their width."""
     need = [
       len(free) - len(ready)
       for free, ready in zip(self._free, self._ready, strict=True)
@@ -166,14 +206,14 @@ class Schedule:
       unit = self._queue.popleft()
       units[shard].append(unit)
       need[shard] -= len(unit.rows)
-    if not width:
-      return None
-    group = Group(units, self._places(units, width), width, 0)
-    for shard, taken in enumerate(units):
-      for place, unit in enumerate(taken):
-        self._ready[shard].extend((group, place, unit, row) for row in unit.rows)
-        group.waiting += len(unit.rows)
-    return group
+    return units, width
+
+  def _put_back(self, units: list[list[Unit]], kept: int) -> None:
+    """All units of a shard but the first ``kept``, in their order."""
+    back = [unit for taken in units for unit in taken[kept:]]
+    for taken in units:
+      del taken[kept:]
+    self._queue.extendleft(sorted(back, key=self._order.__getitem__, reverse=True))
 
   def admit(self) -> dict[Group, list[Admission]]:
     """Fills the free slots with rows whose prompts are prefilled."""
@@ -213,9 +253,3 @@ class Schedule:
   def room(self, width: int) -> int:
     """Prompts of this width that a shard prefills at once, at most."""
     return max(1, min(self.prefill_tokens // width, self._most_places))
-
-  def _places(self, units: list[list[Unit]], width: int) -> int:
-    """One of two sizes, so that few programs are compiled."""
-    most, wanted = self.room(width), max(map(len, units))
-    quarter = max(1, most // 4)
-    return quarter if wanted <= quarter else most
