@@ -76,32 +76,43 @@ def sample(
   largest_B1 = jnp.max(scaled_BV, -1, keepdims=True)
   # Not normalised: what needs no divisions over the vocabulary does none.
   weights_BV = jnp.exp(scaled_BV - largest_B1)
-  total_B = jnp.sum(_blocks(weights_BV).sum(-1), -1)  # sums that the search needs, too
-  drawn_BV = weights_BV
+  mass_BN = _mass(weights_BV)
+  total_B = jnp.sum(mass_BN, -1)
+  scores_BV = scaled_BV
   if sampling.penalizes:
-    penalized_BV = _penalize(scaled_BV, seen_BV, sampling.repetition_penalty)
-    drawn_BV = jnp.exp(penalized_BV - jnp.max(penalized_BV, -1, keepdims=True))
+    scores_BV = _penalize(scaled_BV, seen_BV, sampling.repetition_penalty)
+    weights_BV = jnp.exp(scores_BV - jnp.max(scores_BV, -1, keepdims=True))
   if sampling.greedy:
-    tokens_B = jnp.argmax(drawn_BV if sampling.penalizes else logits_BV, -1)
+    tokens_B = jnp.argmax(scores_BV, -1)
+  elif sampling.penalizes or sampling.restricts:
+    tokens_B = inverse_cdf(_restrict(weights_BV, sampling), uniform_B)
   else:
-    tokens_B = inverse_cdf(_restrict(drawn_BV, sampling), uniform_B)
+    tokens_B = inverse_cdf(weights_BV, uniform_B, mass_BN)
   tokens_B = tokens_B.astype(jnp.int32)
   picked_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], -1)[:, 0]
   return tokens_B, picked_B - largest_B1[:, 0] - jnp.log(total_B)
 
 
-def inverse_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+def inverse_cdf(
+  weights_BV: jax.Array, uniform_B: jax.Array, mass_BN: jax.Array | None = None
+) -> jax.Array:
   """Index drawn in proportion to non-negative weights; int32 ``[B]``.
 
-  An index of weight 0 is never returned unless all weights are 0.
+  An index of weight 0 is never returned unless all weights are 0. ``mass_BN`` are
+  the sums of blocks, if they are known.
   """
   blocks_BNC = _blocks(weights_BV)
   block = blocks_BNC.shape[-1]
-  mass_BN = blocks_BNC.sum(-1)
+  mass_BN = _mass(weights_BV) if mass_BN is None else mass_BN
   which_B, rest_B = _search(mass_BN, uniform_B)
   inner_BC = jnp.take_along_axis(blocks_BNC, which_B[:, None, None], 1)[:, 0]
   inner_B, _ = _search(inner_BC, rest_B)
   return (which_B * block + inner_B).astype(jnp.int32)
+
+
+def _mass(weights_BV: jax.Array) -> jax.Array:
+  """Sums of blocks. XLA would make their sum from the weights, reading them again."""
+  return jax.lax.optimization_barrier(_blocks(weights_BV).sum(-1))
 
 
 def _blocks(weights_BV: jax.Array) -> jax.Array:

@@ -30,6 +30,9 @@ def draw(probs, settings, count=40_000, seed=0):
     (Sampling(top_p=0.76), [0.5556, 0.2778, 0.1667, 0]),
     (Sampling(top_k=3, top_p=0.5), [1, 0, 0, 0]),
     (Sampling(temperature=0.0), [1, 0, 0, 0]),
+    (Sampling(min_p=0.3), [0.5556, 0.2778, 0.1667, 0]),  # at least 0.15
+    (Sampling(min_p=0.31), [2 / 3, 1 / 3, 0, 0]),
+    (Sampling(top_p=0.76, min_p=0.6), [1, 0, 0, 0]),
   ],
 )
 def test_frequencies(settings, expected):
@@ -81,3 +84,27 @@ def test_keys_do_not_depend_on_the_place_in_the_batch():
   ]
   np.testing.assert_array_equal(together, np.concatenate(alone))
   assert len(set(np.asarray(together).tolist())) == 3
+
+
+@pytest.mark.parametrize(
+  "temperature,seen,expected",
+  [
+    # Logits 2, 1, -1 and penalty 2: the first becomes 1, the last -2.
+    (1.0, [1, 0, 0], [0.4683, 0.4683, 0.0634]),
+    (1.0, [0, 0, 1], [0.7214, 0.2654, 0.0132]),
+    (0.5, [1, 0, 1], [0.4994, 0.4994, 0.0012]),
+    (0.0, [1, 0, 0], [1, 0, 0]),  # a tie: the first
+  ],
+)
+def test_repetition_penalty(temperature, seen, expected):
+  """Softmax of (1, 1, -1), (2, 1, -2) and (2, 2, -4), worked out by hand."""
+  count = 40_000
+  logits = jnp.broadcast_to(jnp.array([2.0, 1.0, -1.0]), (count, 3))
+  uniform = jax.random.uniform(jax.random.key(0), (count,))
+  settings = Sampling(temperature=temperature, repetition_penalty=2.0)
+  seen = jnp.broadcast_to(jnp.array(seen, bool), (count, 3))
+  tokens, log_probs = sampling.sample(logits, uniform, settings, seen)
+  frequencies = np.bincount(tokens, minlength=3) / count
+  np.testing.assert_allclose(frequencies, expected, atol=0.012)
+  plain = jax.nn.log_softmax(jnp.array([2.0, 1.0, -1.0]) / (temperature or 1.0))
+  np.testing.assert_allclose(log_probs, plain[tokens], atol=1e-5)
