@@ -12,7 +12,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 __version__ = "0.1.0"
 # Name -> where it is defined; importing the package alone imports none of it.
-_EXPORTS = {"HFModelWrapper": "jaxrl_hybrid.api.model_wrapper"}
+_EXPORTS = {
+  "DataCollector": "jaxrl_hybrid.api.data_collector",
+  "HFModelWrapper": "jaxrl_hybrid.api.model_wrapper",
+  "Trainer": "jaxrl_hybrid.api.trainer",
+}
 __all__ = ["__version__", *_EXPORTS]
 
 

@@ -56,7 +56,7 @@ def inspect(
   if algorithm.needs_critic:
     critic = model_source.open_critic(config, model, longest=longest)
     critic_lora = adapting.lora_spec(config, params_lib.VALUE, critic.spec)
-  _check_length(config, "critic.path", _most_positions(critic.spec))
+  _check_length(config, "critic.path", most_positions(critic.spec))
   encoder = make_encoder(config, model.tokenizer)
   train_data = None
   if training:
@@ -272,10 +272,11 @@ def _check_model(
       f"actor.router_aux_loss_coef: {spec.family} has no experts; expected 0, got "
       f"{config.actor.router_aux_loss_coef}"
     )
-  _check_length(config, "model.path", _most_positions(spec))
+  _check_length(config, "model.path", most_positions(spec))
 
 
-def _most_positions(spec: ModelSpec) -> float:
+def most_positions(spec: ModelSpec) -> float:
+  """The longest sequence that a model reads, in tokens."""
   return math.inf if spec.rope.kind == "dynamic" else spec.max_positions
 
 

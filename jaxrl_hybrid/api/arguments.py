@@ -67,6 +67,7 @@ _USED = (
   "trainer.total_steps",
 )
 _USED_SECTIONS = ("rollout.", "actor.", "critic.optim.", "model.lora.", "critic.lora.")
+_CHANGEABLE = ("actor.", "critic.", "algorithm.")  # of a model that is loaded
 _BATCH = (
   "data.train_batch_size",
   "actor.ppo_mini_batch_size",
@@ -202,7 +203,7 @@ def make_config(
   longest: int,
   overrides: Mapping[str, Any],
 ) -> ConfigDict:
-  """A resolved config for one model.
+  """A config for one model, not yet resolved.
 
   Args:
     mesh: (pp, tp, dp).
@@ -232,11 +233,35 @@ def make_config(
     config.data.train_batch_size = round_up(ROWS, MICRO_ROWS * dp)
     if pp == 1:
       config.actor.ppo_micro_batch_size_per_device = MICRO_ROWS
-  try:
-    config.update_from_flattened_dict(changes)
-  except (TypeError, ValueError, KeyError) as error:
-    raise ConfigError(f"config: {error}") from error
-  return config_lib.resolve(config)
+  _update(config, changes)
+  return config
+
+
+def changed_config(asked: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+  """A config with other settings of training.
+
+  Args:
+    asked: what ``make_config`` returned, with all changes so far; takes these on.
+    changes: values of config keys, dotted or nested.
+
+  Returns:
+    The resolved config.
+
+  Raises:
+    ConfigError: an unknown key, a wrong value, or one that is fixed when the model
+      is loaded.
+  """
+  changes = dict(_flat(changes))
+  _check_keys(changes)
+  for key in changes:
+    if not key.startswith(_CHANGEABLE) or ".lora." in key:
+      raise ConfigError(f"config: {key!r} is fixed when the model is loaded")
+  fresh = asked.copy_and_resolve_references()
+  _update(fresh, changes)
+  resolved = config_lib.resolve(fresh)
+  config_lib.validate(resolved, training=False)
+  _update(asked, changes)  # only what is right
+  return resolved
 
 
 @contextlib.contextmanager
@@ -315,6 +340,13 @@ def _local(name: str | Path) -> Path:
       f"`hf download {name} --local-dir DIR` and pass DIR"
     ) from error
   return Path(found)
+
+
+def _update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
+  try:
+    config.update_from_flattened_dict(changes)
+  except (TypeError, ValueError, KeyError) as error:
+    raise ConfigError(f"config: {error}") from error
 
 
 def _flat(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

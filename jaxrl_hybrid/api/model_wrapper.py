@@ -10,11 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxrl_hybrid import build, inspection, role_params
+from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
+from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.api import arguments
-from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids, numbers
+from jaxrl_hybrid.api.learning import with_advantages, with_rewards
+from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids
 from jaxrl_hybrid.data.tokenizer import same_vocabulary
 from jaxrl_hybrid.errors import ConfigError, DataError, RewardError
 from jaxrl_hybrid.models import params as params_lib
@@ -26,7 +30,8 @@ from jaxrl_hybrid.runtime import launch
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
-from jaxrl_hybrid.workers.reward import decode_responses, on_last_token
+from jaxrl_hybrid.workers.generator import RolloutSettings
+from jaxrl_hybrid.workers.reward import decode_responses
 from jaxrl_hybrid.workers.reward_model import RewardModel
 
 _ROLES = {
@@ -41,7 +46,8 @@ class HFModelWrapper:
 
   A causal LM is an actor. A sequence classifier is a critic or a reward model,
   whichever is asked of it first; a critic may also start from a causal LM, with a
-  fresh head. One step of PPO:
+  fresh head. Optimizer and programs are made when they are first used. One step of
+  PPO:
 
       sequences = actor.generate_sequences(prompts)
       rewards = reward_model.get_reward(sequences)
@@ -91,18 +97,20 @@ class HFModelWrapper:
     with arguments.directory_of(model, model_name_or_path) as path:
       tokenizer = arguments.find_tokenizer(tokenizer, path, model)
       kind, source = arguments.open_source(path, kind, tokenizer)
-      settings = arguments.make_config(
+      asked = arguments.make_config(
         arguments.mesh_of(parallel_config),
         dtype=arguments.dtype_name(dtype),
         longest=source.spec.max_positions,
         overrides={} if config is None else config,
       )
+      settings = config_lib.resolve(asked)
       arguments.check_lora(settings, kind, in_memory=model is not None)
       launch.setup(settings)
       arguments.check_devices(settings.mesh.train)
-      settings.model.attention = arguments.attention_for(
-        use_flash_attn, source.spec, settings.model.dtype
+      asked.model.attention = arguments.attention_for(
+        use_flash_attn, source.spec, asked.model.dtype
       )
+      self._asked, settings = asked, config_lib.resolve(asked)
       generates = kind == LM
       self._plan = inspection.inspect_model(settings, source, generates=generates)
       head = params_lib.LM if generates else params_lib.VALUE
@@ -120,25 +128,70 @@ class HFModelWrapper:
     )
     self._role: Actor | Critic | RewardModel | None = None
     self._said: set[str] = set()
-    if generates:
-      self._role = build.actor_from(self._plan, self._take_params())
+
+  @property
+  def config(self) -> ConfigDict:
+    """All settings, resolved; ``configure`` changes them."""
+    return self._plan.config.copy_and_resolve_references()
+
+  @property
+  def algorithm(self) -> Algorithm:
+    """How this model's config estimates advantages."""
+    return inspection.make_algorithm(self._plan.config)
+
+  def configure(self, changes: Mapping[str, Any]) -> None:
+    """Changes config keys of training: ``actor.*``, ``critic.*``, ``algorithm.*``.
+
+    A model that has been used keeps its parameters, starts with new optimizer
+    moments, and is compiled anew.
+
+    Raises:
+      ConfigError: an unknown key, a wrong value, or a key that is fixed by now.
+    """
+    config = arguments.changed_config(self._asked, changes)
+    sizes = config_lib.validate(config, training=False)
+    if config == self._plan.config:
+      return
+    self._plan = dataclasses.replace(self._plan, config=config, sizes=sizes)
+    if isinstance(self._role, Actor | Critic):
+      store, make = self._role.state.store, build.make_critic
+      if isinstance(self._role, Actor):
+        make = build.make_actor
+      self._role = None  # its moments go before there are new ones
+      params, frozen = store.whole_params(), getattr(store, "frozen", None)
+      del store
+      self._role = make(self._plan, params, frozen)
 
   # An actor.
 
   def generate_sequences(
-    self, prompts: Sequence[Any], *, greedy: bool = False
+    self,
+    prompts: Sequence[Any],
+    *,
+    greedy: bool = False,
+    n: int | None = None,
+    max_seq_len: int | None = None,
   ) -> Sequences:
-    """Samples ``rollout.n`` completions of each prompt, or one greedy one.
+    """Samples completions of each prompt, or one greedy one.
 
     Args:
       prompts: strings, lists of messages, or lists of token ids.
-      greedy: temperature 0 and n = 1.
+      greedy: temperature 0 and one completion.
+      n: samples per prompt; None: ``rollout.n``.
+      max_seq_len: most tokens of prompt and completion together; None: they have
+        ``data.max_prompt_length`` and ``data.max_response_length``.
 
     Returns:
       A batch of all sequences, prompt by prompt; ``texts`` if there is a tokenizer.
+
+    Raises:
+      ConfigError: the model does not read so many tokens, or ``n`` < 1.
+      DataError: a prompt is too long, or no prompt.
     """
     actor = self._as(Actor)
-    batch = actor.generate_sequences(self._reader.read(prompts), greedy=greedy)
+    settings = self._rollout(actor.generator.settings, n, max_seq_len)
+    read = self._reader.read(prompts, max_length=max_seq_len and max_seq_len - 1)
+    batch = actor.generate_sequences(read, greedy=greedy, settings=settings)
     actor.release_generation_weights()
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     tokenizer = self._plan.source.tokenizer
@@ -169,7 +222,7 @@ class HFModelWrapper:
       DataError: there are none, or of other sequences.
       ConfigError: ``actor.use_kl_loss`` without ``ref_log_probs``.
     """
-    actor, batch = self._as(Actor), _with_advantages(batch, advantages)
+    actor, batch = self._as(Actor), with_advantages(batch, advantages)
     if self._plan.config.actor.use_kl_loss and batch.ref_log_probs is None:
       raise ConfigError(
         "actor.use_kl_loss: expected a batch with ref_log_probs, got none; add them by "
@@ -186,29 +239,28 @@ class HFModelWrapper:
     return self._as(Critic).compute_values(batch)
 
   def compute_advantages(self, batch: Batch, rewards: Any) -> Batch:
-    """Adds values, rewards, ``advantages`` and ``returns`` (GAE).
+    """Adds rewards, ``advantages`` and ``returns``, and a critic's values.
+
+    An actor whose ``algorithm.name`` does without a critic can be asked too.
 
     Args:
       batch: N sequences.
       rewards: ``[N]``, for the last token of each sequence, or ``[N, R]``, per token.
 
     Raises:
-      DataError: rewards of another shape, or not finite.
+      DataError: rewards of another shape, or not finite; or the algorithm needs
+        greedy baselines, which ``DataCollector`` adds, and there are none.
     """
-    rewards = numbers(rewards, "rewards")
-    if rewards.shape not in ((len(batch),), batch.response_ids.shape):
+    batch, algorithm = with_rewards(batch, rewards), self.algorithm
+    if algorithm.needs_critic:
+      batch = self.compute_values(batch)
+    if algorithm.needs_greedy_baseline and batch.baseline_scores is None:
       raise DataError(
-        f"rewards: expected shape ({len(batch)},) or {batch.response_ids.shape}, got "
-        f"{rewards.shape}"
+        f"{self._plan.config.algorithm.name}: expected baseline_scores in the batch, "
+        "as DataCollector adds them, got none"
       )
-    per_token = on_last_token(rewards, batch) if rewards.ndim == 1 else rewards
-    if not np.isfinite(per_token[batch.valid_mask]).all():
-      raise DataError("rewards: expected finite numbers, got some that are not")
-    batch = self.compute_values(batch).with_fields(rewards=per_token)
-    config = self._plan.config
-    return compute_advantages(
-      batch, inspection.make_algorithm(config), build.make_kl_controller(config)
-    )
+    controller = build.make_kl_controller(self._plan.config)
+    return compute_advantages(batch, algorithm, controller)
 
   def update(self, batch: Batch) -> dict[str, float]:
     """Learns the returns of ``compute_advantages``; returns ``critic/*`` metrics."""
@@ -271,7 +323,11 @@ class HFModelWrapper:
 
   def _as(self, role: type) -> Any:
     """The worker of this role; a classifier takes the role that is asked first."""
-    if self._role is None and role is Critic:
+    if self._role is None and role is Actor and self._kind == LM:
+      self._role = build.actor_from(self._plan, self._take_params())
+    elif self._role is None and role is not Actor and self._kind == LM:
+      raise ConfigError(f"expected {_ROLES[role]}; this wrapper is {_ROLES[Actor]}")
+    elif self._role is None and role is Critic:
       self._role = build.critic_from(self._plan, self._take_params())
     elif self._role is None and role is RewardModel:
       self._role = self._make_reward_model()
@@ -279,6 +335,25 @@ class HFModelWrapper:
       what = _ROLES.get(type(self._role), "a sequence classifier")
       raise ConfigError(f"expected {_ROLES[role]}; this wrapper is {what}")
     return self._role
+
+  def _rollout(
+    self, settings: RolloutSettings, n: int | None, max_seq_len: int | None
+  ) -> RolloutSettings:
+    """The settings with what a call asks for."""
+    if n is not None:
+      if n < 1:
+        raise ConfigError(f"n: expected at least 1 sample per prompt, got {n}")
+      settings = dataclasses.replace(settings, n=n)
+    if max_seq_len is None:
+      return settings
+    spec = self._plan.source.spec
+    most = spec.rope.length or inspection.most_positions(spec)
+    if not 2 <= max_seq_len <= most:
+      raise ConfigError(
+        f"max_seq_len: expected 2 to {most} tokens, what the model reads, got "
+        f"{max_seq_len}"
+      )
+    return dataclasses.replace(settings, max_new=max_seq_len, max_length=max_seq_len)
 
   def _make_reward_model(self) -> RewardModel:
     params, head = self._params, self._params["value_head"]["kernel"]
@@ -317,27 +392,3 @@ class HFModelWrapper:
     if text not in self._said:
       self._said.add(text)
       logging.info("%s", text)
-
-
-def _with_advantages(batch: Batch, advantages: Batch | np.ndarray | None) -> Batch:
-  if isinstance(advantages, Batch):
-    same = advantages.response_ids.shape == batch.response_ids.shape
-    if not same or (advantages.response_ids != batch.response_ids).any():
-      raise DataError("advantages: expected those of the same sequences, got others")
-    batch = advantages
-  elif advantages is not None:
-    found, shape = numbers(advantages, "advantages"), batch.response_ids.shape
-    if found.shape not in (shape, shape[:1]):
-      raise DataError(
-        f"advantages: expected shape {shape} or {shape[:1]}, got {found.shape}"
-      )
-    if found.ndim == 1:
-      found = np.where(batch.mask, found[:, None], np.float32(0))
-    if not np.isfinite(found[batch.mask]).all():
-      raise DataError("advantages: expected finite numbers, got some that are not")
-    batch = batch.with_fields(advantages=found)
-  if batch.advantages is None:
-    raise DataError(
-      "update_policy: expected advantages, in the batch or beside it, got none"
-    )
-  return batch

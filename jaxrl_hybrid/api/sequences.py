@@ -43,8 +43,14 @@ class PromptReader:
     self._as_user = string_prompts == "user"
     self._draws = 0
 
-  def read(self, prompts: Sequence[Any]) -> list[Prompt]:
+  def read(
+    self, prompts: Sequence[Any], *, max_length: int | None = None
+  ) -> list[Prompt]:
     """Every call gives its prompts new draw ids, so that their samples differ.
+
+    Args:
+      prompts: a list of them.
+      max_length: most tokens of a prompt, if another number than the reader's.
 
     Raises:
       DataError: no prompt, an empty or too long one, ids that the model does not
@@ -53,9 +59,12 @@ class PromptReader:
     """
     if isinstance(prompts, str) or not len(prompts):
       raise DataError(f"prompts: expected a list of prompts, got {prompts!r:.80}")
-    return [self._read(prompt) for prompt in prompts]
+    key, most = "data.max_prompt_length", self._max_length
+    if max_length is not None:
+      key, most = "max_seq_len - 1", max_length
+    return [self._read(prompt, most, key) for prompt in prompts]
 
-  def _read(self, given: Any) -> Prompt:
+  def _read(self, given: Any, most: int, key: str) -> Prompt:
     if isinstance(given, Prompt):
       ids, prompt, text = given.ids, given.prompt, given.text
     elif is_ids(given):
@@ -72,14 +81,15 @@ class PromptReader:
       if isinstance(given, str) and self._as_user:
         prompt = [{"role": "user", "content": given}]
       ids, text = self._encoder.encode(prompt)
-    if not 0 < len(ids) <= self._max_length:
+    if not 0 < len(ids) <= most:
       raise DataError(
-        f"prompts: expected 1 to {self._max_length} tokens "
-        f"(data.max_prompt_length), got {len(ids)}: {text[:80]!r}"
+        f"prompts: expected 1 to {most} tokens ({key}), got {len(ids)}: {text[:80]!r}"
       )
-    columns = given.columns if isinstance(given, Prompt) else {}
+    draw, row, columns = self._draws, self._draws, {}
+    if isinstance(given, Prompt):
+      row, columns = given.row_id, given.columns
     self._draws += 1
-    return Prompt(ids, prompt, text, self._draws - 1, self._draws - 1, columns)
+    return Prompt(ids, prompt, text, row, draw, columns)
 
 
 def is_ids(given: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxrl_hybrid.rollout.engine import OnFinished
 from jaxrl_hybrid.types import Batch, Prompt
 from jaxrl_hybrid.workers import rows
 from jaxrl_hybrid.workers.adapted import Frozen
-from jaxrl_hybrid.workers.generator import Generator
+from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.scoring import Scorer
 from jaxrl_hybrid.workers.stores import RESIDENT, AnyLayout, Offload
 from jaxrl_hybrid.workers.training import (
@@ -114,13 +114,19 @@ class Actor:
     *,
     greedy: bool = False,
     on_finished: OnFinished | None = None,
+    settings: RolloutSettings | None = None,
   ) -> Batch:
-    """n samples per prompt at the rollout settings, or one greedy completion.
+    """n samples per prompt, or one greedy completion.
 
-    ``on_finished`` is told the rows that have ended while others still decode.
+    ``on_finished`` is told the rows that have ended while others still decode;
+    ``settings`` are those of this call, if they differ from the generator's.
     """
     return self.generator.generate(
-      self.state.weights, prompts, greedy=greedy, on_finished=on_finished
+      self.state.weights,
+      prompts,
+      greedy=greedy,
+      on_finished=on_finished,
+      settings=settings,
     )
 
   def release_generation_weights(self) -> None:

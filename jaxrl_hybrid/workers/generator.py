@@ -22,7 +22,7 @@ class RolloutSettings:
   """How many samples, how long and from which distribution.
 
   ``mask_truncated`` keeps rows that hit ``max_new`` out of the loss; ``stop`` are
-  strings that end a row.
+  strings that end a row; ``max_length`` bounds prompt and response together.
   """
 
   n: int
@@ -30,6 +30,7 @@ class RolloutSettings:
   sampling: Sampling
   mask_truncated: bool = False
   stop: StopStrings | None = None
+  max_length: int | None = None
 
 
 class Generator:
@@ -68,6 +69,7 @@ class Generator:
     *,
     greedy: bool = False,
     on_finished: OnFinished | None = None,
+    settings: RolloutSettings | None = None,
   ) -> Batch:
     """n samples per prompt, or one greedy completion each.
 
@@ -77,8 +79,9 @@ class Generator:
       prompts: one per draw.
       greedy: temperature 0 and n = 1.
       on_finished: is told the rows of the batch that have ended.
+      settings: of this rollout, if they differ.
     """
-    settings = self.settings
+    settings = settings or self.settings
     n, sampling = (1, GREEDY) if greedy else (settings.n, settings.sampling)
     if self._weights is None:
       self._weights, _ = self.switch.to_generation(self.plain(weights))
@@ -87,7 +90,7 @@ class Generator:
       [p.ids for p in prompts],
       [p.draw_id for p in prompts],
       n=n,
-      max_new=settings.max_new,
+      max_new=_limits(settings, prompts, n),
       sampling=sampling,
       stop=settings.stop,
       on_finished=on_finished,
@@ -106,3 +109,13 @@ class Generator:
       weight_version=self.switch.version,
       loss_mask=loss_mask,
     )
+
+
+def _limits(
+  settings: RolloutSettings, prompts: Sequence[Prompt], n: int
+) -> int | list[int]:
+  """Most new tokens of all rows, or of each of them."""
+  if settings.max_length is None:
+    return settings.max_new
+  room = (settings.max_length - len(prompt.ids) for prompt in prompts)
+  return [min(settings.max_new, left) for left in room for _ in range(n)]

@@ -1,0 +1,170 @@
+"""The seed's training loop with the reader's own prompts and reward."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl_hybrid import DataCollector, HFModelWrapper, Trainer
+from jaxrl_hybrid.errors import JaxrlError
+
+torch = pytest.importorskip("torch", reason="models in memory are torch's")
+transformers = pytest.importorskip("transformers")
+
+from build_models import PROMPTS, SMALL, make_tokenizer, torch_model  # noqa: E402
+
+LOOP = """
+from jaxrl_hybrid import DataCollector, Trainer
+
+collector = DataCollector(
+  actor=actor,
+  reward_fn=lambda seqs: reward_model.get_reward(seqs),
+  max_seq_len=10,
+  num_rollouts_per_prompt=2
+)
+trainer = Trainer(
+  actor=actor,
+  critic=critic,
+  optimizer="adamw",
+  lr=1e-2,
+  grad_clip=1.0,
+  ppo_epochs=2
+)
+for epoch in range(3):
+  batch = collector.collect(prompts=batch_prompts)
+  batch = trainer.compute_advantages(batch)
+  loss_dict = trainer.step(batch)
+  print(f"Epoch {epoch}, Actor Loss: {loss_dict['actor_loss']:.4f}")
+"""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+  root = tmp_path_factory.mktemp("loop")
+  one = dict(num_hidden_layers=1)
+  auto = transformers.AutoModelForCausalLM
+  torch_model(auto, make_tokenizer(), root / "lm", **one)
+  auto = transformers.AutoModelForSequenceClassification
+  torch_model(auto, make_tokenizer(), root / "reward", num_labels=1, **one)
+  return root
+
+
+def load(path, **config):
+  return HFModelWrapper(
+    model_name_or_path=path,
+    dtype="float32",
+    config=SMALL | {"rollout.temperature": 0.9} | config,
+  )
+
+
+@pytest.fixture(scope="module")
+def critic(places):
+  return HFModelWrapper(
+    model_class="AutoModelForSequenceClassification",
+    model_name_or_path=places / "lm",
+    dtype="float32",
+    config=SMALL,
+  )
+
+
+@pytest.fixture(scope="module")
+def actor(places):
+  return load(places / "lm")
+
+
+def test_the_loop_as_printed(actor, critic, places, capsys):
+  names = dict(actor=actor, critic=critic, batch_prompts=PROMPTS)
+  exec(LOOP, names | {"reward_model": load(places / "reward")}, names)
+  batch, losses = names["batch"], names["loss_dict"]
+  assert capsys.readouterr().out.count("Actor Loss: ") == 3
+  assert [len(set(batch.draw_ids[i : i + 2])) for i in range(0, 8, 2)] == [1] * 4
+  totals = batch.prompt_lengths + batch.response_lengths
+  assert totals.max() == 10  # 8 tokens are not the limit here
+  assert batch.response_lengths.max() > 8
+  on_last = batch.rewards[np.arange(8), batch.response_lengths - 1]
+  np.testing.assert_array_equal(on_last, batch.scores)
+  assert (batch.rewards != 0).sum() <= 8
+  assert losses["actor_loss"] == losses["actor/loss"]
+  assert losses["critic_loss"] == losses["critic/vf_loss"] > 0
+  assert losses["reward"] == pytest.approx(batch.scores.mean())
+  assert losses["actor/lr"] == losses["critic/lr"] == pytest.approx(1e-2)
+  assert actor.config.actor.ppo_epochs == critic.config.actor.ppo_epochs == 2
+  assert actor.config.actor.optim.clip_grad == 1.0
+
+
+def test_the_readers_own_reward_is_learned(places):
+  """Without a critic: the group of a prompt is the baseline."""
+  actor = load(
+    places / "lm", **{"algorithm.name": "grpo", "rollout.n": 8, "data": SMALL["data"]}
+  )
+  trainer = Trainer(actor, lr=2e-2)
+  collector = DataCollector(
+    actor, lambda seqs: [text.split().count("w7") for text in seqs.texts]
+  )
+  rewards = []
+  for _ in range(12):
+    losses = trainer.step(trainer.compute_advantages(collector.collect(PROMPTS)))
+    rewards.append(losses["reward"])
+  assert "critic_loss" not in losses
+  assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.5, rewards
+
+
+def test_configure_keeps_parameters_and_starts_moments_anew(actor, critic):
+  sequences = actor.generate_sequences(PROMPTS)
+  actor.update_policy(sequences, np.ones(4))
+  before = actor.compute_log_probs(sequences).old_log_probs
+  role = actor._role
+  actor.configure({"actor.ppo_epochs": actor.config.actor.ppo_epochs})
+  assert actor._role is role  # nothing changed
+  Trainer(actor, critic, lr=5e-3)
+  assert actor._role is not role and actor._role.state.updates == 0
+  after = actor.compute_log_probs(sequences).old_log_probs
+  np.testing.assert_array_equal(before, after)
+  metrics = actor.update_policy(sequences, np.ones(4))
+  assert metrics["actor/lr"] == pytest.approx(5e-3)
+
+
+def test_remax_compares_with_the_greedy_answer(places):
+  actor = load(places / "lm", **{"algorithm.name": "remax"})
+  length = lambda seqs: seqs.response_lengths
+  batch = DataCollector(actor, length, num_rollouts_per_prompt=3).collect(PROMPTS)
+  greedy = actor.generate_sequences(PROMPTS, greedy=True).response_lengths
+  np.testing.assert_array_equal(batch.baseline_scores, np.repeat(greedy, 3))
+  batch = Trainer(actor).compute_advantages(batch)
+  expected = batch.response_lengths - np.repeat(greedy, 3)
+  np.testing.assert_allclose(batch.advantages[:, 0], expected)
+  plain = actor.generate_sequences(PROMPTS)
+  with pytest.raises(JaxrlError, match="remax: expected baseline_scores"):
+    actor.compute_advantages(plain, np.ones(4))
+
+
+def test_wrong_arguments_are_named(actor, critic):
+  ones = lambda seqs: np.ones(len(seqs))
+  for call, words in (
+    (lambda: Trainer(actor), "critic: algorithm.name='ppo'.*got none"),
+    (lambda: Trainer(actor, critic, optimizer="sgd"), "optimizer.*adamw.*'sgd'"),
+    (lambda: Trainer(actor, critic, lr=-1.0), "actor.optim.lr: expected > 0"),
+    (lambda: Trainer(actor, critic, config={"actor.lr": 1}), "unknown key 'actor.lr'"),
+    (lambda: Trainer(actor, critic, config={"seed": 1}), "'seed' is fixed"),
+    (lambda: Trainer(actor, critic, reference=actor), "reference: expected none"),
+    (lambda: DataCollector(actor, ones, 65).collect(["w1"]), "max_seq_len.*2 to 64"),
+    (lambda: DataCollector(actor, ones, 4).collect(["w1 " * 4]), "max_seq_len - 1"),
+    (lambda: DataCollector(actor, ones, 8, 0).collect(["w1"]), "n: expected at least"),
+    (
+      lambda: DataCollector(actor, lambda seqs: math.nan * ones(seqs)).collect(["w1"]),
+      "rewards: expected finite",
+    ),
+    (lambda: DataCollector(actor, lambda seqs: [1.0]).collect(PROMPTS), "got \\(1,\\)"),
+    (
+      lambda: Trainer(actor, critic).compute_advantages(
+        actor.generate_sequences(PROMPTS)
+      ),
+      "with rewards",
+    ),
+    (
+      lambda: Trainer(actor, critic).step(actor.generate_sequences(PROMPTS)),
+      "of compute_advantages",
+    ),
+  ):
+    with pytest.raises(JaxrlError, match=words):
+      call()
