@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Name -> where it is defined; importing the package alone imports none of it.
 _EXPORTS = {
   "DataCollector": "jaxrl_hybrid.api.data_collector",
+  "DynamicDataSampler": "jaxrl_hybrid.api.data_sampler",
   "HFModelWrapper": "jaxrl_hybrid.api.model_wrapper",
   "Trainer": "jaxrl_hybrid.api.trainer",
 }

@@ -87,8 +87,18 @@ def base() -> ConfigDict:
         skip_bad_rows=False,
         train_batch_size=32,
         shuffle=True,
-        curriculum=(),
-      ),  # ((first_step, max_level), ...) on column `level`
+        curriculum=(),  # ((first_step, max_level), ...) on column `level`
+        sampler=dict(
+          name="passes",  # passes over the data | dynamic: rows by weight
+          weight_fn="",  # FILE.py:FUNCTION of a row; empty: 1 for all rows
+          domain_boost=(),  # (("code", 2.0), ("math", 1.5)): factors of weights
+          domain_key="domain",  # the column that domain_boost looks at
+          # Rows that are always or never answered rightly are drawn less.
+          pass_score=1.0,  # the least score of a right answer
+          floor=0.1,  # the least factor of a row; 1: nothing is learned
+          decay=0.5,  # of what was learned of a row, when it is drawn again
+        ),
+      ),
       rollout=dict(
         n=1,
         temperature=1.0,

@@ -33,6 +33,7 @@ def check_choices(config: ConfigDict) -> None:
     "mesh.zero": ZERO,
     "mesh.distributed": ("auto", "off"),
     "data.string_prompts": ("plain", "user"),
+    "data.sampler.name": ("passes", "dynamic"),
     "data.overlong_prompts": ("drop", "truncate_left", "error"),
     "rewards.on_error": ("raise", "zero", "skip"),
     "trainer.resume_mode": ("auto", "disable"),
@@ -117,6 +118,37 @@ def check_data(config: ConfigDict) -> None:
   """What training draws from."""
   if not config.data.train_files:
     raise ConfigError("data.train_files: expected at least one file, got none")
+  _check_sampler(config)
+
+
+def _check_sampler(config: ConfigDict) -> None:
+  """Weights, and that they are not asked of passes over the data."""
+  sampler = config.data.sampler
+  _require(config, "data.sampler.pass_score", math.isfinite, "a finite number")
+  _require(config, "data.sampler.floor", lambda v: 0 < v <= 1, "in (0, 1]")
+  _require(config, "data.sampler.decay", lambda v: 0 <= v <= 1, "in [0, 1]")
+  _require(config, "data.sampler.domain_boost", _are_factors, 'pairs (("code", 2.0), )')
+  if sampler.name == "passes" and (sampler.weight_fn or sampler.domain_boost):
+    raise ConfigError(
+      "data.sampler: weight_fn and domain_boost need data.sampler.name=dynamic, got "
+      "passes, which takes every row once"
+    )
+  if sampler.name == "dynamic" and not config.data.shuffle:
+    raise ConfigError(
+      "data.shuffle: expected True with data.sampler.name=dynamic, which draws at "
+      "random, got False"
+    )
+
+
+def _are_factors(value: Any) -> bool:
+  return isinstance(value, tuple | list) and all(
+    isinstance(pair, tuple | list)
+    and len(pair) == 2
+    and isinstance(pair[0], str)
+    and isinstance(pair[1], int | float)
+    and 0 < pair[1] < math.inf
+    for pair in value
+  )
 
 
 def check_mesh(config: ConfigDict) -> None:

@@ -25,6 +25,7 @@ from jaxrl_hybrid import evaluation
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.data.dynamic_stream import DynamicStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
 from jaxrl_hybrid.runtime import memory
@@ -51,7 +52,7 @@ class Controller:
   reference: Reference | None
   critic: Critic | None
   kl_controller: KLController
-  stream: PromptStream
+  stream: PromptStream | DynamicStream
   eval_prompts: Sequence[Prompt]
   settings: ConfigDict  # the trainer section
   critic_warmup: int
@@ -96,6 +97,8 @@ class Controller:
     self.actor.release_generation_weights()
     with timers("reward"):
       batch = self.reward.compute_rewards(batch, watch)
+      learned = self.stream.learn(batch.prompts, batch.scores)
+      batch = batch.with_fields(metrics=learned)
       if greedy is not None:
         batch = self.add_greedy_baseline(batch, greedy)
     if self._needs_old_log_probs(batch):

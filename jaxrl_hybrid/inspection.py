@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid import adapting, config_checks, model_source
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.presets import Algorithm
-from jaxrl_hybrid.data import files
+from jaxrl_hybrid.data import files, weighting
 from jaxrl_hybrid.data import prompts as prompts_lib
 from jaxrl_hybrid.data import tokenizer as tokenizers
+from jaxrl_hybrid.data.dynamic_stream import DynamicStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
@@ -75,7 +76,7 @@ def inspect(
     critic_lora=critic_lora,
     reward_model=model_source.open_reward_model(config, model, longest=longest),
     train_data=train_data,
-    stream=_stream(config, train_data) if train_data else None,
+    stream=make_stream(config, train_data) if train_data else None,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
@@ -207,20 +208,47 @@ def _dataset(
   )
 
 
-def _stream(config: ConfigDict, dataset: prompts_lib.PromptDataset) -> PromptStream:
+def make_stream(
+  config: ConfigDict, dataset: prompts_lib.PromptDataset
+) -> PromptStream | DynamicStream:
+  """What draws the prompts of each step, as ``data.sampler`` says."""
   curriculum = config.data.curriculum
   if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in curriculum):
     raise ConfigError(
       "data.curriculum: expected pairs ((first_step, max_level), ...), got "
       f"{curriculum}"
     )
+  batch_size = config.data.train_batch_size
+  if config.data.sampler.name == "dynamic":
+    draws = _weighted_draws(config, dataset)
+    return DynamicStream(dataset, draws, batch_size=batch_size, curriculum=curriculum)
   return PromptStream(
     dataset,
-    batch_size=config.data.train_batch_size,
+    batch_size=batch_size,
     seed=config.seed,
     shuffle=config.data.shuffle,
     curriculum=curriculum,
   )
+
+
+def _weighted_draws(
+  config: ConfigDict, dataset: prompts_lib.PromptDataset
+) -> weighting.WeightedDraws:
+  sampler, weight_fn = config.data.sampler, None
+  if sampler.weight_fn:
+    weight_fn = loading.load_object(sampler.weight_fn, "data.sampler.weight_fn")
+  base = weighting.base_weights(
+    [row.columns | {config.data.prompt_key: row.prompt} for row in dataset.prompts],
+    weight_fn,
+    dict(sampler.domain_boost),
+    domain_key=sampler.domain_key,
+    name=dataset.name,
+  )
+  processes.check_same({"data.sampler.weight_fn": base.tobytes()})
+  rates = weighting.PassRates(
+    len(base), pass_score=sampler.pass_score, floor=sampler.floor, decay=sampler.decay
+  )
+  return weighting.WeightedDraws(base, rates, seed=config.seed)
 
 
 def _ids(prompts: Sequence[Prompt]) -> bytes:

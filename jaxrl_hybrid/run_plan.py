@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid import adapting, model_source
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.data import prompts as prompts_lib
+from jaxrl_hybrid.data.dynamic_stream import DynamicStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import LoraSpec
@@ -41,7 +42,7 @@ class Plan:
   reward_model: model_source.ModelSource | None
   eos_ids: tuple[int, ...]
   train_data: prompts_lib.PromptDataset | None  # None: for evaluation only
-  stream: PromptStream | None  # of train_data
+  stream: PromptStream | DynamicStream | None  # of train_data
   eval_prompts: list[Prompt]
   eval_total: int  # rows of which eval_prompts are a part
   reward: RewardWorker | None

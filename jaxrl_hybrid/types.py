@@ -39,7 +39,8 @@ class Prompt:
   """One draw of one data row.
 
   Attributes:
-    ids: int32 ``[P]``, the token ids that the model sees.
+    ids: int32 ``[P]``, the token ids that the model sees; none before a tokenizer has
+      read the prompt.
     prompt: the row's prompt as given: a string or a list of messages.
     text: the prompt as the model sees it (after the chat template).
     row_id: index of the row in the data set; for statistics only.

@@ -59,6 +59,14 @@ def test_a_typo_names_the_nearest_key(typed, nearest):
     (["--config.mesh.train=(0,2,2)"], ["integers >= 1", "(0, 2, 2)"]),
     (["--config.mesh.generation=(1,3)"], ["mesh.generation", "divide"]),
     (["--config.mesh.generation=(2,1)"], ["(p_g, t_g)=(2, 1)", "(pp, tp)=(1, 2)"]),
+    (["--config.data.sampler.weight_fn=f.py:f"], ["data.sampler.name=dynamic"]),
+    (["--config.data.sampler.floor=0"], ["data.sampler.floor", "(0, 1]", "got 0"]),
+    (["--config.data.sampler.decay=2"], ["data.sampler.decay", "[0, 1]"]),
+    (["--config.data.sampler.domain_boost=('a',2)"], ["pairs", "('a', 2)"]),
+    (
+      ["--config.data.sampler.name=dynamic", "--config.data.shuffle=False"],
+      ["data.shuffle", "dynamic"],
+    ),
     (["--config.mesh.zero=2"], ["mesh.zero", "[1, 3]", "got 2"]),
     (["--config.mesh.pipeline_microbatches=0"], ["pipeline_microbatches", "> 0"]),
     (["--config.mesh.pipeline_microbatches=3"], ["16 sequences", "=3", "mesh.train"]),
@@ -174,4 +182,4 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
 
 
 def test_some_130_knobs_and_no_more():
-  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 135
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 136

@@ -65,7 +65,10 @@ class PromptReader:
     return [self._read(prompt, most, key) for prompt in prompts]
 
   def _read(self, given: Any, most: int, key: str) -> Prompt:
+    draw, row, columns = self._draws, self._draws, {}
     if isinstance(given, Prompt):
+      row, columns = given.row_id, given.columns
+    if isinstance(given, Prompt) and len(given.ids):
       ids, prompt, text = given.ids, given.prompt, given.text
     elif is_ids(given):
       ids, prompt, text = token_ids(given, self._vocab_size), "", ""
@@ -77,17 +80,14 @@ class PromptReader:
         "(or pass tokenizer= to the wrapper), got text"
       )
     else:
-      prompt = given
-      if isinstance(given, str) and self._as_user:
-        prompt = [{"role": "user", "content": given}]
+      prompt = asked = given.prompt if isinstance(given, Prompt) else given
+      if isinstance(asked, str) and self._as_user:
+        prompt = [{"role": "user", "content": asked}]
       ids, text = self._encoder.encode(prompt)
     if not 0 < len(ids) <= most:
       raise DataError(
         f"prompts: expected 1 to {most} tokens ({key}), got {len(ids)}: {text[:80]!r}"
       )
-    draw, row, columns = self._draws, self._draws, {}
-    if isinstance(given, Prompt):
-      row, columns = given.row_id, given.columns
     self._draws += 1
     return Prompt(ids, prompt, text, row, draw, columns)
 

@@ -133,7 +133,7 @@ def _encode(
   for i, row in enumerate(rows):
     where = f"{name}, row {i} (counted from 0)"
     try:
-      prompt = _prompt_of(row, key)
+      prompt = prompt_of(row, key)
       kept.append((i, prompt, encoder.render(prompt)))
     except ConfigError as e:
       raise ConfigError(f"{where}: {e}") from e
@@ -159,7 +159,12 @@ def _check_arguments(max_prompt_length: int, overlong: str) -> None:
     )
 
 
-def _prompt_of(row: Mapping[str, Any], key: str) -> Any:
+def prompt_of(row: Mapping[str, Any], key: str) -> Any:
+  """The column ``key`` of a row.
+
+  Raises:
+    DataError: there is none; names the closest.
+  """
   if not isinstance(row, Mapping):
     raise DataError(f"expected columns by name, got {type(row).__name__}")
   if key in row:

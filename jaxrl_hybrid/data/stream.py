@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class PromptStream:
       "shuffle": bool(shuffle),
       "curriculum": [[int(step), int(level)] for step, level in curriculum],
     }
-    self._eligible = _stages(dataset, self._settings["curriculum"])
+    self._eligible = stages_of(dataset, self._settings["curriculum"])
     self._stage = 0
     self._epoch = 0
     self._position = 0  # in the permutation of this epoch and stage
@@ -83,6 +83,11 @@ class PromptStream:
       self._order = self._permutation()
     self._log_wrap()
     return [self._draw() for _ in range(self._batch_size)]
+
+  def learn(self, prompts: Sequence[Prompt], scores_N: np.ndarray) -> dict[str, float]:
+    """Nothing: every row comes once in a pass, however it is answered."""
+    del prompts, scores_N
+    return {}
 
   def state(self) -> dict[str, Any]:
     """The position of the stream as plain JSON data."""
@@ -151,8 +156,12 @@ class PromptStream:
       )
 
 
-def _stages(dataset: PromptDataset, curriculum: list[list[int]]) -> list[np.ndarray]:
-  """Row indices that may be drawn, per stage; stage 0 is before the first pair."""
+def stages_of(dataset: PromptDataset, curriculum: list[list[int]]) -> list[np.ndarray]:
+  """Row indices that may be drawn, per stage; stage 0 is before the first pair.
+
+  Raises:
+    ConfigError, DataError: as ``PromptStream``.
+  """
   everything = np.arange(len(dataset))
   if not curriculum:
     return [everything]

@@ -76,23 +76,42 @@ def load_reward(reference: str) -> RewardFunction:
   Raises:
     ConfigError: nothing is found there, or its signature has neither shape.
   """
+  if ":" in reference:
+    return as_reward(load_object(reference, "reward"), reference.rpartition(":")[2])
+  if reference not in BUILTINS:
+    raise ConfigError(
+      "reward: expected a built-in name, 'path/to/file.py:function' or "
+      f"'package.module:function', got {reference!r}; built-in are "
+      f"{', '.join(sorted(BUILTINS))}{nearest(reference, BUILTINS)}"
+    )
+  return as_reward(BUILTINS[reference], reference)
+
+
+def load_object(reference: str, what: str) -> Any:
+  """What a config names in the user's own code.
+
+  Args:
+    reference: ``path/to/file.py:name`` or ``package.module:name``.
+    what: how messages call it, such as a config key.
+
+  Raises:
+    ConfigError: nothing is found there.
+  """
   place, colon, attribute = reference.rpartition(":")
   if not colon:
-    if reference not in BUILTINS:
-      raise ConfigError(
-        "reward: expected a built-in name, 'path/to/file.py:function' or "
-        f"'package.module:function', got {reference!r}; built-in are "
-        f"{', '.join(sorted(BUILTINS))}{nearest(reference, BUILTINS)}"
-      )
-    return as_reward(BUILTINS[reference], reference)
-  module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    raise ConfigError(
+      f"{what}: expected 'path/to/file.py:function' or 'package.module:function', got "
+      f"{reference!r}"
+    )
+  load = _load_file if place.endswith(".py") else _load_module
+  module = load(place, what)
   if not hasattr(module, attribute):
     public = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
     raise ConfigError(
-      f"reward {reference!r}: expected a function {attribute!r} in {place}, got "
+      f"{what} {reference!r}: expected a function {attribute!r} in {place}, got "
       f"{', '.join(public[:20]) or 'no function at all'}{nearest(attribute, public)}"
     )
-  return as_reward(getattr(module, attribute), attribute)
+  return getattr(module, attribute)
 
 
 def as_reward(function: Callable[..., Any], name: str | None = None) -> RewardFunction:
@@ -220,22 +239,22 @@ def _is_async(function: Callable[..., Any]) -> bool:
   return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _load_module(name: str) -> types.ModuleType:
+def _load_module(name: str, what: str) -> types.ModuleType:
   try:
     return importlib.import_module(name)
   except (Exception, SystemExit) as error:
     raise ConfigError(
-      f"reward: expected an importable module, got {name!r}, which fails with "
+      f"{what}: expected an importable module, got {name!r}, which fails with "
       f"{type(error).__name__}: {error}"
     ) from error
 
 
-def _load_file(place: str) -> types.ModuleType:
+def _load_file(place: str, what: str) -> types.ModuleType:
   path = pathlib.Path(place).expanduser().resolve()
   if not path.is_file():
     near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
     raise ConfigError(
-      f"reward: expected a Python file, got {place!r}, which does not exist"
+      f"{what}: expected a Python file, got {place!r}, which does not exist"
       f"{nearest(path.name, near)}"
     )
   digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
@@ -251,6 +270,6 @@ def _load_file(place: str) -> types.ModuleType:
   except (Exception, SystemExit) as error:
     del sys.modules[name]
     raise ConfigError(
-      f"reward: {place} fails on import with {type(error).__name__}: {error}"
+      f"{what}: {place} fails on import with {type(error).__name__}: {error}"
     ) from error
   return module
