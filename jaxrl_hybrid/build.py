@@ -246,6 +246,10 @@ def make_generator(plan: Plan) -> Generator:
       seed=config.seed,
       prefill_tokens=rollout.prefill_tokens,
       cache_fraction=rollout.cache_fraction,
+      longest=(
+        config.data.max_prompt_length,
+        config.data.max_prompt_length + config.data.max_response_length,
+      ),
     ),
     RolloutSettings(
       n=rollout.n,

@@ -9,7 +9,8 @@ Random weights at the shapes of Qwen2.5, or ``--model DIR``: those of an HF dire
 
 ``copy``: GB/s of a copy on the device, read and written bytes, in this run.
 ``decode``: ms per step of ``batch`` rows that have ``context`` tokens each, sampled at
-  temperature 1; ``roofline``: (bytes of the weights that a step reads + bytes of live
+  temperature 1, and ms per call of the program beside its steps (from calls of 16 and
+  of 64 steps); ``roofline``: (bytes of the weights that a step reads + bytes of live
   keys and values) / copy bandwidth / time.
 ``prefill``: tokens/s of ``prompts`` x ``prompt_tokens``; ``mfu``: 2 flops per weight
   and token + causal attention, of ``--peak`` TFLOP/s.
@@ -175,27 +176,32 @@ class Bench:
     pool = programs.new_pool(self.params, batch, length, SAMPLING)
     full = jnp.full((batch,), context, jnp.int32)
     rows = pool["rows"] | {"position": full, "left": full, "step": full}
-    running, steps = np.ones((batch,), bool), 48
-    seconds = []
-    for turn in range(self.flags.repeat + 1):
+    running, few, many = np.ones((batch,), bool), CHUNK // 4, CHUNK
+
+    def seconds(pool: Any, steps: int) -> tuple[Any, float]:
       pool = {"caches": pool["caches"], "rows": jax.tree.map(jnp.copy, rows)}
       jax.block_until_ready(pool)
       begin = time.perf_counter()
-      for _ in range(2):  # one is started while the other runs
-        pool, told = programs.decode(
-          self.params, pool, running, steps // 2, batch, SAMPLING
-        )
+      pool, told = programs.decode(self.params, pool, running, steps, batch, SAMPLING)
       jax.block_until_ready(told)
-      seconds.append(time.perf_counter() - begin)
-      if not turn:
-        compile_s = time.perf_counter() - start
-    step = statistics.median(seconds[1:]) / steps
-    live = batch * (context + steps / 2) * self.kv_bytes_per_token()
+      return pool, time.perf_counter() - begin
+
+    pool, _ = seconds(pool, few)
+    compile_s = time.perf_counter() - start
+    times: dict[int, list[float]] = {few: [], many: []}
+    for _ in range(self.flags.repeat):
+      for steps, found in times.items():
+        pool, spent = seconds(pool, steps)
+        found.append(spent)
+    short, long = (statistics.median(found) for found in times.values())
+    step = (long - short) / (many - few)
+    live = batch * (context + (few + many) / 2) * self.kv_bytes_per_token()
     ideal = (self.read_bytes + live) / self.copy
     return {
       "batch": batch,
       "context": context,
       "ms": 1e3 * step,
+      "call_ms": 1e3 * (short - few * step),
       "tokens_per_s": batch / step,
       "roofline": ideal / step,
       "first_call_s": compile_s,

@@ -37,6 +37,7 @@ from jaxrl_hybrid.shapes import bucket
 CHUNK = 64  # most tokens per row between two looks of the host
 SHRINK = 4  # the last rows move to a pool this many times smaller ...
 SMALLEST = 16  # ... unless it would have fewer slots per shard
+FORESIGHT = 2  # programs are made for rows so many times longer than there are yet
 ADMIT = 8  # rows enter in calls of all slots of a shard, or of this part of them
 
 # Is told rows that have ended, by index, and all rows as they are.
@@ -88,6 +89,9 @@ class Engine:
     prefill_tokens: most prompt tokens that a device prefills in one program; longer
       prompts take several calls.
     cache_fraction: of the memory that is free, most that the cache may take.
+    longest: most tokens of a prompt, and of a prompt with its response, that any call
+      will bring. Where that is not far from what the first one brings, programs are
+      made for it at once, not again as rows get longer.
   """
 
   def __init__(
@@ -100,6 +104,7 @@ class Engine:
     seed: int,
     prefill_tokens: int = 8192,
     cache_fraction: float = 0.8,
+    longest: tuple[int, int] = (0, 0),
   ):
     self.decoder = decoder
     self.programs = CompiledPrograms(
@@ -109,6 +114,7 @@ class Engine:
     self._max_rows = max_rows
     self._prefill_tokens = prefill_tokens
     self._cache_fraction = cache_fraction
+    self._longest = longest
     # Of the longest so far: few lengths, few programs.
     self._length = self._width = 0
     self._fitting: dict[tuple[int, int], int] = {}
@@ -180,7 +186,11 @@ class Engine:
     """
     shards = self._layout.batch_shards
     longest = int((np.repeat(lengths, n) + np.asarray(limits)).max())
-    width = max(self._width, widest(max(lengths), self._prefill_tokens))
+    prompt, longest = (
+      known if found < known <= FORESIGHT * found else found
+      for found, known in zip((max(lengths), longest), self._longest, strict=True)
+    )
+    width = max(self._width, widest(prompt, self._prefill_tokens))
     units = make_units(lengths, n, limits, shards)
     schedule = Schedule(
       units,

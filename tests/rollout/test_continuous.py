@@ -230,6 +230,15 @@ def test_program_count_is_bounded_and_known(one_device):
   assert small.programs.seconds > 0
 
 
+def test_programs_are_made_for_the_longest_row_that_is_near(one_device):
+  sizes = lambda longest, prompt: with_options(one_device, longest=longest).sizes(
+    [prompt], 1, [10]
+  )
+  assert (sizes((60, 70), 40).width, sizes((60, 70), 40).length) == (64, 96)
+  assert (sizes((60, 70), 20).width, sizes((60, 70), 20).length) == (24, 32)
+  assert (sizes((0, 0), 40).width, sizes((0, 0), 40).length) == (48, 64)
+
+
 def test_slots_follow_the_memory_that_is_free():
   fit = lambda free: capacity.fitting_slots(64, slot_bytes=10, free=free, shards=2)
   assert [fit(b) for b in (320, 319, 160, 20)] == [64, 32, 32, 4]
