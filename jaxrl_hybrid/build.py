@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
+from jaxrl_hybrid.algorithms.running import RewardShaper
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.inspection import make_algorithm
@@ -67,6 +68,9 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     reference=make_reference(plan, actor),
     critic=_loaded_critic(plan, actor) if algorithm.needs_critic else None,
     kl_controller=make_kl_controller(config),
+    shaper=RewardShaper(
+      config.algorithm.normalize_rewards, config.algorithm.reward_clip
+    ),
     stream=plan.stream,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
@@ -123,6 +127,7 @@ def make_critic(plan: Plan, params: Params, frozen: Frozen | None = None) -> Cri
     mini_rows=sizes.mini_sequences,
     micro_rows=sizes.micro_sequences,
     seed=config.seed,
+    normalize_values=config.critic.normalize_values,
   )
   return Critic(
     make_train_decoder(plan, params_lib.VALUE),

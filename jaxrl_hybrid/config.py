@@ -9,13 +9,15 @@ them in, ``validate`` checks every value and combination.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from jaxrl_hybrid import config_checks as checks
-from jaxrl_hybrid.algorithms.presets import PRESETS
+from jaxrl_hybrid.algorithms import presets
+from jaxrl_hybrid.algorithms.registry import LOSS_KNOBS, POLICY_LOSSES
 from jaxrl_hybrid.errors import ConfigError
 
 
@@ -127,12 +129,14 @@ def base() -> ConfigDict:
         max_length=optional(int),  # of prompt and response; default: the model's
       ),
       algorithm=dict(
-        name="grpo",
+        name="grpo",  # a preset; or an estimator or a loss: GRPO with that one
         adv_estimator=optional(str),
         gamma=1.0,
         lam=1.0,
         norm_adv_by_std_in_grpo=optional(bool),
         whiten_advantages=optional(bool),
+        normalize_rewards=False,  # by the mean and std of all scores so far
+        reward_clip=optional(float),  # rewards in [-c, c], after that
         use_kl_in_reward=False,
         kl_penalty="k1",
         kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000),
@@ -141,14 +145,22 @@ def base() -> ConfigDict:
         policy_loss=optional(str),
         loss_agg_mode=optional(str),
         loss_scale_factor=optional(float),  # default: max_response_length
-        clip_ratio=0.2,
+        clip_ratio=optional(float),  # both sides, where they are not set
         clip_ratio_low=optional(float),
         clip_ratio_high=optional(float),
-        clip_ratio_c=3.0,
+        clip_ratio_c=optional(float),  # dual clip; dppo: most of a ratio
+        clip_cov_ratio=2e-4,  # share of tokens that clip_cov selects
+        clip_cov_lb=1.0,  # and between which covariances
+        clip_cov_ub=5.0,
+        kl_cov_ratio=2e-4,  # share of tokens that kl_cov holds back
+        ppo_kl_coef=0.1,  # and how much
+        sapo_tau_pos=1.0,  # temperature of sapo's gate for advantages > 0
+        sapo_tau_neg=1.05,
+        dro_beta=0.1,
         entropy_coeff=0.0,
         use_kl_loss=False,
         kl_loss_coef=0.001,
-        kl_loss_type="k3",
+        kl_loss_type="k3",  # "+" behind it: its value with the gradient of k2
         router_aux_loss_coef=0.0,  # load balance of experts, of each micro-batch
         mask_truncated=False,  # drop rows without EOS from the loss
         ppo_mini_batch_size=optional(int),  # in prompts; default: the batch
@@ -160,6 +172,7 @@ def base() -> ConfigDict:
         path="",
         share_base=False,  # adapters and value head on the actor's frozen weights
         cliprange_value=0.5,
+        normalize_values=False,  # learns returns at mean 0 and std 1 of all so far
         warmup=0,
         lora=lora(),
         optim=optim(1e-5),
@@ -223,17 +236,18 @@ def resolve(config: ConfigDict) -> ConfigDict:
     ConfigError: the algorithm's name is unknown.
   """
   config = config.copy_and_resolve_references()
-  checks.one_of(config, "algorithm.name", PRESETS)
+  checks.one_of(config, "algorithm.name", presets.names())
   checks.check_mesh(config)
   with config.unlocked():
-    for key, value in PRESETS[config.algorithm.name].items():
-      section, name = key.split(".")
-      if config[section][name] is None:
-        config[section][name] = value
     actor = config.actor
     for side in ("clip_ratio_low", "clip_ratio_high"):
       if actor[side] is None:
         actor[side] = actor.clip_ratio
+    for key, value in presets.preset(config.algorithm.name).items():
+      *path, name = key.split(".")
+      section = checks.get(config, ".".join(path))
+      if section[name] is None:
+        section[name] = value
     if actor.loss_scale_factor is None:
       actor.loss_scale_factor = float(config.data.max_response_length)
     if actor.ppo_mini_batch_size is None:
@@ -272,10 +286,27 @@ def validate(config: ConfigDict, *, training: bool = True) -> Sizes:
   checks.check_rewards(config)
   checks.check_reward_model(config)
   checks.check_algorithm(config)
+  _warn_of_unused_knobs(config)
   checks.check_lora(config)
   if training:
     checks.check_data(config)
   return _check_batch(config)
+
+
+def _warn_of_unused_knobs(config: ConfigDict) -> None:
+  """Knobs of one policy loss that the chosen one does not look at."""
+  loss, default = POLICY_LOSSES[config.actor.policy_loss], base().actor
+  unused = [
+    f"actor.{name}"
+    for name in LOSS_KNOBS
+    if name not in (*loss.knobs, *loss.select_knobs)
+    and default[name] is not None  # those of many losses come with the preset
+    and config.actor[name] != default[name]
+  ]
+  if unused:
+    logging.warning(
+      "actor.policy_loss=%s does not use %s", config.actor.policy_loss, unused
+    )
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:

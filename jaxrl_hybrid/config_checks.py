@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl_hybrid.algorithms import kl, losses, reduce
-from jaxrl_hybrid.algorithms.estimate import ESTIMATORS
+from jaxrl_hybrid.algorithms import kl, reduce
+from jaxrl_hybrid.algorithms.registry import (
+  ESTIMATORS,
+  POLICY_LOSSES,
+  TERMS,
+)
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.decoder import REMAT
 from jaxrl_hybrid.ops.attention import IMPLEMENTATIONS
@@ -22,9 +27,9 @@ def check_choices(config: ConfigDict) -> None:
     "algorithm.adv_estimator": ESTIMATORS,
     "algorithm.kl_penalty": kl.ESTIMATORS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "actor.policy_loss": losses.POLICY_LOSSES,
+    "actor.policy_loss": POLICY_LOSSES,
     "actor.loss_agg_mode": reduce.AGGREGATIONS,
-    "actor.kl_loss_type": kl.ESTIMATORS,
+    "actor.kl_loss_type": kl.LOSSES,
     "actor.optim.schedule": ("constant", "linear", "cosine"),
     "critic.optim.schedule": ("constant", "linear", "cosine"),
     "model.dtype": ("float32", "bfloat16", "float16"),
@@ -64,6 +69,10 @@ def check_ranges(config: ConfigDict) -> None:
     "critic.optim.lr",
     "critic.optim.clip_grad",
     "critic.cliprange_value",
+    "actor.kl_cov_ratio",
+    "actor.clip_cov_ratio",
+    "actor.sapo_tau_pos",
+    "actor.sapo_tau_neg",
     "trainer.total_steps",
     "trainer.max_ckpt_to_keep",
     "trainer.eval_max_prompts",
@@ -92,6 +101,8 @@ def check_ranges(config: ConfigDict) -> None:
     "actor.optim.min_lr_ratio",
     "critic.optim.min_lr_ratio",
     "actor.kl_loss_coef",
+    "actor.ppo_kl_coef",
+    "actor.dro_beta",
     "actor.router_aux_loss_coef",
     "algorithm.kl_ctrl.kl_coef",
   ):
@@ -112,6 +123,8 @@ def check_ranges(config: ConfigDict) -> None:
   _require(config, "rollout.stop", _are_strings, "strings, none of them empty")
   _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
   _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
+  if config.algorithm.reward_clip is not None:
+    _require(config, "algorithm.reward_clip", lambda v: 0 < v < math.inf, "> 0")
 
 
 def check_data(config: ConfigDict) -> None:
@@ -205,13 +218,21 @@ def check_reward_model(config: ConfigDict) -> None:
 
 
 def check_algorithm(config: ConfigDict) -> None:
-  """What the advantage estimator needs."""
+  """What the advantage estimator and the policy loss need and do not use."""
   algorithm = config.algorithm
-  if algorithm.adv_estimator == "grpo" and config.rollout.n < 2:
+  estimator = ESTIMATORS[algorithm.adv_estimator]
+  if config.rollout.n < estimator.min_group_size:
     raise ConfigError(
       f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
-      f"and needs rollout.n >= 2, got {config.rollout.n}; set --config.rollout.n=8 "
-      "or use --config.algorithm.name=ppo or remax"
+      f"and needs rollout.n >= {estimator.min_group_size}, got {config.rollout.n}; set "
+      "--config.rollout.n=8 or use --config.algorithm.name=ppo or remax"
+    )
+  if TERMS in estimator.needs:
+    _check_terms(config)
+  if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":
+    logging.warning(
+      "actor.kl_loss_type=k1: its gradient is 0 on average, so the loss holds nothing; "
+      "k2, k3 and k1+ (the value of k1 with the gradient of k2) do"
     )
   if config.actor.router_aux_loss_coef and config.mesh.train[0] > 1:
     raise ConfigError(
@@ -219,6 +240,21 @@ def check_algorithm(config: ConfigDict) -> None:
       f"tell the load of their experts), got {config.actor.router_aux_loss_coef} and "
       f"mesh.train={tuple(config.mesh.train)}"
     )
+
+
+def _check_terms(config: ConfigDict) -> None:
+  """An estimator that reads each reward function's score sees nothing else."""
+  algorithm = config.algorithm
+  for key, off in (
+    ("use_kl_in_reward", False),
+    ("normalize_rewards", False),
+    ("reward_clip", None),
+  ):
+    if algorithm[key] != off:
+      raise ConfigError(
+        f"algorithm.{key}: {algorithm.adv_estimator} looks at each reward function by "
+        f"itself, where this has no effect; expected {off}, got {algorithm[key]}"
+      )
 
 
 def check_lora(config: ConfigDict) -> None:

@@ -25,6 +25,7 @@ from jaxrl_hybrid import evaluation
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.algorithms.running import RewardShaper
 from jaxrl_hybrid.data.dynamic_stream import DynamicStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
@@ -52,6 +53,7 @@ class Controller:
   reference: Reference | None
   critic: Critic | None
   kl_controller: KLController
+  shaper: RewardShaper
   stream: PromptStream | DynamicStream
   eval_prompts: Sequence[Prompt]
   settings: ConfigDict  # the trainer section
@@ -104,6 +106,9 @@ class Controller:
     if self._needs_old_log_probs(batch):
       with timers("old_log_prob"):
         batch = self.actor.compute_log_probs(batch)
+    if self.algorithm.needs_collision:
+      with timers("collision"):
+        batch = self.actor.compute_collision(batch)
     if self.reference:
       with timers("ref"):
         batch = self.reference.compute_log_probs(batch)
@@ -111,6 +116,7 @@ class Controller:
       with timers("values"):
         batch = self.critic.compute_values(batch)
     with timers("adv"):
+      batch = self.shaper.shape(batch)
       batch = compute_advantages(batch, self.algorithm, self.kl_controller)
     metrics = batch.metrics | _lengths(batch) | self._progress()
     if self.critic:
@@ -162,6 +168,8 @@ class Controller:
       "step": self.step,
       "stream": self.stream.state(),
       "kl_coef": self.kl_controller.coef,
+      "reward_moments": self.shaper.moments.state(),
+      "value_moments": self.critic.moments.state() if self.critic else None,
       "last_eval": self.last_eval,
       "updates": {name: role.state.updates for name, role in self._trained()},
     }
@@ -176,6 +184,9 @@ class Controller:
       role.state.updates = host["updates"][name]
     self.stream.restore(host["stream"])
     self.kl_controller.coef = host["kl_coef"]
+    self.shaper.moments.restore(host["reward_moments"])
+    if self.critic:
+      self.critic.moments.restore(host["value_moments"])
     self.last_eval = host["last_eval"]
     self.step = host["step"]
 
@@ -191,7 +202,7 @@ class Controller:
 
   def _needs_old_log_probs(self, batch: Batch) -> bool:
     return (
-      self.algorithm.use_kl_in_reward or self.actor.updates_per_batch(len(batch)) > 1
+      self.algorithm.needs_old_log_probs or self.actor.updates_per_batch(len(batch)) > 1
     )
 
   def _is_due(self, frequency: int) -> bool:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_hybrid import build, plan_model, role_params
+from jaxrl_hybrid.algorithms.registry import POLICY_LOSSES
 from jaxrl_hybrid.inspection import make_algorithm
 from jaxrl_hybrid.models.adapters import is_adapted
 from jaxrl_hybrid.models.params import VALUE
@@ -34,7 +35,6 @@ from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward_model import RewardModel
 from jaxrl_hybrid.workers.training import TrainState, abstract_batch
 
-ACTOR_COLUMNS = ("advantages", "rollout_log_probs")
 CRITIC_COLUMNS = ("returns", "old_values")
 BUFFERS, CACHE = "activations and buffers", "KV cache"  # components
 GEN, REWARD = "gen", "reward"  # phases
@@ -318,15 +318,17 @@ class Planner:
   def _needs_old_log_probs(self) -> bool:
     sequences = self._plan.sizes.sequences
     several = self.actor.updates_per_batch(sequences) > 1
-    return several or self._algorithm.use_kl_in_reward
+    return several or self._algorithm.needs_old_log_probs
 
   def _actor_columns(self) -> dict[str, Any]:
-    names = [*ACTOR_COLUMNS]
-    names += ["old_log_probs"] if self._needs_old_log_probs() else []
+    known = self._needs_old_log_probs()
+    names = ["advantages", "old_log_probs" if known else "rollout_log_probs"]
     names += ["ref_log_probs"] if self.reference else []
     columns = dict.fromkeys(names, np.float32)
     if self._plan.config.actor.router_aux_loss_coef:
       columns["real"] = np.bool_
+    if POLICY_LOSSES[self._plan.config.actor.policy_loss].select:
+      columns["selected"] = np.bool_
     return columns
 
 

@@ -75,9 +75,12 @@ class Batch:
   texts: Sequence[str] | None = None  # completions as the reward saw them
   old_log_probs: np.ndarray | None = None  # float32 [N, R], by the trainer
   ref_log_probs: np.ndarray | None = None  # float32 [N, R]
+  is_weights: np.ndarray | None = None  # float32 [N, R], factors of the policy loss
+  collision: np.ndarray | None = None  # float32 [N, R], sum of squared probabilities
   values: np.ndarray | None = None  # float32 [N, R]
   scores: np.ndarray | None = None  # float32 [N], weighted sum of rewards
   score_terms: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  score_weights: dict[str, float] = dataclasses.field(default_factory=dict)
   baseline_scores: np.ndarray | None = None  # float32 [N], ReMax's greedy
   rewards: np.ndarray | None = None  # float32 [N, R], per token
   advantages: np.ndarray | None = None  # float32 [N, R]

@@ -114,6 +114,71 @@ def test_the_algorithm_sets_defaults_that_can_be_overridden():
   assert mixed.actor.loss_agg_mode == "token-sum"
 
 
+NAMES = (
+  "ppo remax grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg "
+  "dr_grpo gspo cispo sapo dppo gdpo grpo_passk otb "
+  # and what is no preset but an estimator or a loss
+  "gae optimal_token_baseline vanilla dppo_kl clip_cov kl_cov geo_mean dro reinforce"
+).split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_line_switches_the_algorithm(name):
+  config = load(f"--config.algorithm.name={name}")
+  config_lib.validate(config)
+  parts = (config.algorithm.adv_estimator, config.actor.policy_loss)
+  own = {"dr_grpo": "grpo", "otb": "optimal_token_baseline", "dppo": "dppo_tv"}
+  assert name == "ppo" or own.get(name, name) in parts
+  assert None not in (config.actor.clip_ratio_low, config.actor.loss_agg_mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_algorithm_sets_can_be_overridden(name):
+  config = load(
+    f"--config.algorithm.name={name}",
+    "--config.algorithm.adv_estimator=rloo",
+    "--config.algorithm.whiten_advantages=True",
+    "--config.actor.policy_loss=cispo",
+    "--config.actor.loss_agg_mode=token-sum",
+    "--config.actor.clip_ratio=0.1",
+    "--config.actor.clip_ratio_c=7.0",
+  )
+  actor = config.actor
+  assert config.algorithm.adv_estimator == "rloo" and config.algorithm.whiten_advantages
+  assert (actor.policy_loss, actor.loss_agg_mode) == ("cispo", "token-sum")
+  assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (
+    0.1,
+    0.1,
+    7.0,
+  )
+
+
+def test_a_knob_of_another_loss_is_said_to_be_unused(caplog):
+  fails_not = lambda *overrides: config_lib.validate(load(*overrides))
+  fails_not("--config.actor.policy_loss=sapo", "--config.actor.sapo_tau_pos=2.0")
+  assert "does not use" not in caplog.text
+  fails_not("--config.actor.sapo_tau_pos=2.0")
+  assert "vanilla does not use ['actor.sapo_tau_pos']" in caplog.text
+
+
+def test_a_kl_loss_that_holds_nothing_is_said(caplog):
+  overrides = ["--config.actor.use_kl_loss=True", "--config.actor.kl_loss_type=k1"]
+  config_lib.validate(load(*overrides))
+  assert "gradient is 0 on average" in caplog.text
+  caplog.clear()
+  config_lib.validate(load(overrides[0], "--config.actor.kl_loss_type=k1+"))
+  assert not caplog.text
+
+
+@pytest.mark.parametrize(
+  "override",
+  ["use_kl_in_reward=True", "normalize_rewards=True", "reward_clip=1.0"],
+)
+def test_gdpo_looks_at_nothing_but_the_reward_functions(override):
+  message = fails("--config.algorithm.name=gdpo", f"--config.algorithm.{override}")
+  assert override.split("=")[0] in message and "no effect" in message
+
+
 def test_clip_ratio_alone_has_an_effect():
   config = load("--config.actor.clip_ratio=0.1")
   assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.1, 0.1)
@@ -181,5 +246,5 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
   assert config_reader.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
 
 
-def test_some_130_knobs_and_no_more():
-  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 136
+def test_some_170_knobs_and_no_more():
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 175

@@ -1,15 +1,14 @@
-"""Advantage estimators: numpy arrays in, numpy arrays out.
+"""Advantages with a number of their own for every token.
 
-All work on ``[N, R]`` response-aligned arrays and a bool mask; what lies
-outside of the mask has no influence. Group estimators take one score per
-sequence and the group (draw) id of each.
+All work on ``[N, R]`` response-aligned arrays and a bool mask; what lies outside of
+the mask (padding, tool output) has no influence and is carried over.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-EPSILON = 1e-6
+from jaxrl_hybrid.algorithms.groups import Groups
 
 
 def gae(
@@ -43,26 +42,20 @@ def gae(
   return advantages, returns.astype(np.float32)
 
 
-def grpo(
-  scores_N: np.ndarray, groups_N: np.ndarray, *, norm_by_std: bool
+def returns_to_go(
+  rewards_NR: np.ndarray, mask_NR: np.ndarray, *, gamma: float
 ) -> np.ndarray:
-  """Group-relative advantage (Shao et al. 2024, arXiv:2402.03300), one per row.
+  """``G_t = r_t + gamma G_{t+1}`` over the tokens of the mask, 0 elsewhere: fp32.
 
-  ``(R - mean_g) / (std_g + 1e-6)`` with the unbiased std (n - 1);
-  ``norm_by_std=False`` leaves the division out (Dr.GRPO, arXiv:2503.20783).
-  A group of equal scores, or of one, has advantage exactly 0.
-
-  Returns:
-    fp32 ``[N]``.
+  REINFORCE++ (Hu 2025, arXiv:2501.03262) whitens it over the batch.
   """
-  index, counts = _group_index(groups_N)
-  scores = scores_N.astype(np.float64)
-  mean = np.bincount(index, scores) / counts
-  centred = np.where(_constant(scores, index, mean)[index], 0.0, scores - mean[index])
-  if norm_by_std:
-    variance = np.bincount(index, centred**2) / np.maximum(counts - 1, 1)
-    centred = centred / (np.sqrt(variance) + EPSILON)[index]
-  return centred.astype(np.float32)
+  rows, width = rewards_NR.shape
+  found, following = np.zeros((rows, width), np.float32), np.zeros(rows)
+  for t in reversed(range(width)):
+    on = mask_NR[:, t]
+    following = np.where(on, rewards_NR[:, t] + gamma * following, following)
+    found[:, t] = np.where(on, following, 0.0)
+  return found
 
 
 def remax(
@@ -76,22 +69,44 @@ def remax(
   Returns:
     (advantages, returns to go), fp32, 0 outside of the mask.
   """
-  masked = np.where(mask_NR, rewards_NR, 0.0)
-  to_go = np.where(mask_NR, np.cumsum(masked[:, ::-1], -1)[:, ::-1], 0.0)
+  to_go = returns_to_go(rewards_NR, mask_NR, gamma=1.0)
   advantages = np.where(mask_NR, to_go - baseline_N[:, None], 0.0)
-  return advantages.astype(np.float32), to_go.astype(np.float32)
+  return advantages.astype(np.float32), to_go
 
 
-def _group_index(groups_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """(index of each row's group ``[N]``, size of each group)."""
-  _, index, counts = np.unique(groups_N, return_inverse=True, return_counts=True)
-  return index.reshape(-1), counts
+def optimal_token_baseline(
+  returns_NR: np.ndarray,
+  log_probs_NR: np.ndarray,
+  collision_NR: np.ndarray,
+  mask_NR: np.ndarray,
+  groups: Groups,
+  *,
+  weights_NR: np.ndarray | None = None,
+) -> np.ndarray:
+  """The baseline of least variance for every token (OTB, arXiv:2602.07078).
 
+  ``A_t = G_t - sum_g(G_t W_t) / sum_g(W_t)`` over the rows that have a token t, with
+  the gradient-norm proxy ``W_t = sum_{s<=t} (1 - 2 p_s + sum_v p_v^2) w_s^2``. The
+  part of a row beyond all others of its group is its own baseline: advantage 0.
 
-def _constant(scores_N, index_N, mean_G) -> np.ndarray:
-  """bool per group: max - min <= 1e-6 * max(1, |mean|)."""
-  high = np.full(mean_G.shape, -np.inf)
-  low = np.full(mean_G.shape, np.inf)
-  np.maximum.at(high, index_N, scores_N)
-  np.minimum.at(low, index_N, scores_N)
-  return high - low <= EPSILON * np.maximum(1.0, np.abs(mean_G))
+  Args:
+    returns_NR: G, returns to go.
+    log_probs_NR: log p of each token.
+    collision_NR: the sum of squared probabilities over the vocabulary there.
+    mask_NR: tokens in the loss.
+    groups: of the N rows.
+    weights_NR: importance weights w of the rollout correction; None: 1.
+
+  Returns:
+    fp32 ``[N, R]``, 0 outside of the mask.
+  """
+  proxy = 1.0 - 2.0 * np.exp(np.where(mask_NR, log_probs_NR, 0.0)) + collision_NR
+  if weights_NR is not None:
+    proxy = proxy * weights_NR**2
+  # A token of probability 1 has no gradient; the floor keeps W above 0.
+  proxy = np.where(mask_NR, np.maximum(proxy, 1e-8), 0.0)
+  energy = np.where(mask_NR, np.cumsum(proxy, -1, dtype=np.float64), 0.0)
+  to_go = np.where(mask_NR, returns_NR, 0.0)
+  total = groups.column_sum(energy)
+  baseline = groups.column_sum(energy * to_go) / np.where(total > 0, total, 1.0)
+  return np.where(mask_NR, to_go - baseline, 0.0).astype(np.float32)

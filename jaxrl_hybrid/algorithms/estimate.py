@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from jaxrl_hybrid.algorithms import advantages, reduce
 from jaxrl_hybrid.algorithms import kl as kl_lib
+from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.algorithms.registry import ESTIMATORS
+from jaxrl_hybrid.errors import ConfigError, NumericsError
 from jaxrl_hybrid.types import Batch
 
 Arrays = tuple[np.ndarray, np.ndarray]  # (advantages, returns) [N, R]
-
-
-def _gae(batch: Batch, algorithm: Algorithm) -> Arrays:
-  return advantages.gae(
-    batch.rewards, batch.values, batch.mask, gamma=algorithm.gamma, lam=algorithm.lam
-  )
-
-
-def _grpo(batch: Batch, algorithm: Algorithm) -> Arrays:
-  outcome = np.where(batch.valid_mask, batch.rewards, 0.0).sum(-1)
-  per_row = advantages.grpo(
-    outcome, batch.draw_ids, norm_by_std=algorithm.norm_adv_by_std
-  )
-  spread = np.where(batch.mask, per_row[:, None], np.float32(0))
-  return spread, spread
-
-
-def _remax(batch: Batch, algorithm: Algorithm) -> Arrays:
-  del algorithm
-  return advantages.remax(batch.rewards, batch.baseline_scores, batch.mask)
-
-
-ESTIMATORS: dict[str, Callable[[Batch, Algorithm], Arrays]] = {
-  "gae": _gae,
-  "grpo": _grpo,
-  "remax": _remax,
-}
 
 
 def compute_advantages(
@@ -46,12 +19,16 @@ def compute_advantages(
 ) -> Batch:
   """Adds ``advantages`` and ``returns`` (and the KL in the reward, if asked).
 
-  Needs ``rewards``; ``values`` for gae, ``baseline_scores`` for remax,
+  Needs ``rewards``, what the estimator needs (``registry.NEEDS``), and
   ``old_log_probs`` and ``ref_log_probs`` for the KL in the reward.
+
+  Raises:
+    ConfigError: an estimator gives arrays of another shape.
+    NumericsError: it gives numbers that are not finite.
   """
   if algorithm.use_kl_in_reward:
     batch = _penalize(batch, algorithm, kl_controller)
-  found, returns = ESTIMATORS[algorithm.adv_estimator](batch, algorithm)
+  found, returns = estimate(batch, algorithm)
   if algorithm.whiten_advantages:
     found = reduce.whiten(found, batch.mask)
   return batch.with_fields(
@@ -59,6 +36,36 @@ def compute_advantages(
     returns=returns,
     metrics=_statistics(batch, advantages=found, returns=returns),
   )
+
+
+def estimate(batch: Batch, algorithm: Algorithm) -> Arrays:
+  """(advantages, returns) ``[N, R]`` of the estimator, 0 outside of the mask.
+
+  Raises:
+    ConfigError, NumericsError: as ``compute_advantages``.
+  """
+  name = algorithm.adv_estimator
+  found = ESTIMATORS[name].function(batch, algorithm)
+  both = found if isinstance(found, tuple) else (found, found)
+  advantages, returns = (_per_token(x, batch, name) for x in both)
+  return advantages, returns
+
+
+def _per_token(x: np.ndarray, batch: Batch, name: str) -> np.ndarray:
+  """fp32 ``[N, R]``: a number of a row is that of all of its tokens."""
+  x, mask = np.asarray(x), batch.mask
+  if x.shape not in (mask.shape, mask.shape[:1]):
+    raise ConfigError(
+      f"advantage estimator {name!r}: expected an array of shape {mask.shape} or "
+      f"{mask.shape[:1]}, got {x.shape}"
+    )
+  spread = x[:, None] if x.ndim == 1 else x
+  found = np.where(mask, spread, 0.0).astype(np.float32)
+  if not np.isfinite(found).all():
+    raise NumericsError(
+      f"advantage estimator {name!r} gives numbers that are not finite"
+    )
+  return found
 
 
 def _penalize(batch: Batch, algorithm: Algorithm, controller) -> Batch:

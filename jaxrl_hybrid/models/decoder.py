@@ -28,7 +28,6 @@ from jaxrl_hybrid.parallel import pipeline
 KVCache = tuple[jax.Array, ...]
 # (array, logical axis of each dim) -> the array with its sharding pinned
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
-
 # (tree of one layer or of what is outside of the layers, layer=bool) -> the tree
 # as products use it
 Use = Callable[..., Params]
@@ -248,8 +247,9 @@ class Decoder:
     temperature: float,
     chunk: int,
     real_BT: jax.Array | None = None,
+    collision: bool = False,
   ) -> tuple[jax.Array, jax.Array, experts.Load | None]:
-    """``token_log_probs``, and the load ``[L, E]`` that real tokens are to experts."""
+    """``token_log_probs``, or of p^2 for the entropy, and experts' load ``[L, E]``."""
     params = self._outer(params)
     hidden_BTD, load_L = self._hidden(params, tokens_BT, real_BT)
     hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
@@ -262,6 +262,7 @@ class Decoder:
       chunk=chunk,
       dtype=self.dtype,
       softcap=self.spec.logit_softcap,
+      collision=collision,
     )
     return _shift_right(log_probs), _shift_right(entropy), load_L
 

@@ -29,6 +29,7 @@ def token_log_probs(
   chunk: int,
   dtype: jnp.dtype = jnp.float32,
   softcap: float | None = None,
+  collision: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns fp32 (log-prob of the target ``[B, T]``, entropy ``[B, T]``).
 
@@ -45,6 +46,7 @@ def token_log_probs(
     chunk: positions at a time.
     dtype: of the product's operands; logits are fp32.
     softcap: c in ``c tanh(logits / c)``, before the temperature.
+    collision: the sum of squared probabilities in the entropy's place.
   """
   length = hidden_BTD.shape[1]
   one_chunk = jax.checkpoint(
@@ -54,6 +56,7 @@ def token_log_probs(
       vocab_size=vocab_size,
       dtype=dtype,
       softcap=softcap,
+      collision=collision,
     )
   )
   if length <= chunk:
@@ -76,11 +79,23 @@ def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
   return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _dense(hidden_BTD, head_VD, targets_BT, *, temperature, vocab_size, dtype, softcap):
+def _dense(
+  hidden_BTD,
+  head_VD,
+  targets_BT,
+  *,
+  temperature,
+  vocab_size,
+  dtype,
+  softcap,
+  collision,
+):
   logits_BTV = cap(product(hidden_BTD, head_VD, "btd,vd->btv", dtype), softcap)
   logits_BTV = mask_padded_vocab(logits_BTV / temperature, vocab_size)
   norm_BT = jax.nn.logsumexp(logits_BTV, -1)
   picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
   probs_BTV = jnp.exp(logits_BTV - norm_BT[..., None])
+  if collision:
+    return picked_BT - norm_BT, jnp.sum(probs_BTV**2, -1)
   entropy_BT = norm_BT - jnp.sum(probs_BTV * logits_BTV, -1)
   return picked_BT - norm_BT, entropy_BT

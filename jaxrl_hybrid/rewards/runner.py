@@ -41,6 +41,7 @@ class RewardResult:
   valid: np.ndarray
   bad_count: int
   metrics: dict[str, float]
+  weights: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,8 @@ class RewardRunner:
       if values.size:
         metrics[f"reward/{name}/mean"] = float(values.mean(dtype=np.float64))
     scores = total.astype(np.float32)
-    return RewardResult(scores, terms, valid, int(bad.sum()), metrics)
+    weights = {f.name: w for f, w in zip(functions, self._weights, strict=True)}
+    return RewardResult(scores, terms, valid, int(bad.sum()), metrics, weights)
 
   def _check_sum(self, total: np.ndarray, samples: _Samples) -> None:
     """The weights must not push finite scores out of fp32's range."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_hybrid.algorithms import kl, losses, reduce
+from jaxrl_hybrid.algorithms import kl, reduce
+from jaxrl_hybrid.algorithms.registry import POLICY_LOSSES
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import experts
@@ -56,15 +57,19 @@ class ActorSettings:
   mini_rows: int
   micro_rows: int
   seed: int
+  # Of some policy losses only.
+  clip_cov_ratio: float = 2e-4
+  clip_cov_lb: float = 1.0
+  clip_cov_ub: float = 5.0
+  kl_cov_ratio: float = 2e-4
+  ppo_kl_coef: float = 0.1
+  sapo_tau_pos: float = 1.0
+  sapo_tau_neg: float = 1.05
+  dro_beta: float = 0.1
 
-  @property
-  def clip_knobs(self) -> dict[str, float]:
-    """Keyword arguments of every policy loss."""
-    return dict(
-      clip_ratio_low=self.clip_ratio_low,
-      clip_ratio_c=self.clip_ratio_c,
-      clip_ratio_high=self.clip_ratio_high,
-    )
+  def knobs(self, names: Sequence[str]) -> dict[str, float]:
+    """Keyword arguments of a policy loss that asks for these."""
+    return {name: getattr(self, name) for name in names}
 
 
 class Actor:
@@ -97,13 +102,24 @@ class Actor:
     self._schedule = schedule
     self.generator = generator
     self._settings = settings
-    self.log_probs = Scorer(
-      lambda params, tokens_BT: decoder.token_log_probs(
+    self._loss = POLICY_LOSSES[settings.policy_loss]
+    self.log_probs = self._scorer(decoder, layout, 0)
+    # Compiled only for an estimator that asks for it.
+    self.collision = self._scorer(decoder, layout, 1, collision=True)
+
+  def _scorer(
+    self, decoder: Decoder, layout: AnyLayout, which: int, **options: bool
+  ) -> Scorer:
+    """Of one of the results of ``decoder.score``."""
+    settings = self._settings
+    return Scorer(
+      lambda params, tokens_BT: decoder.score(
         params,
         tokens_BT,
         temperature=settings.temperature,
         chunk=settings.logprob_chunk,
-      )[0],
+        **options,
+      )[which],
       layout.train,
       micro_rows=settings.micro_rows,
     )
@@ -142,6 +158,10 @@ class Actor:
     )
     return batch.with_fields(old_log_probs=old, metrics=metrics)
 
+  def compute_collision(self, batch: Batch) -> Batch:
+    """Adds ``collision``, sums over the vocabulary of squared probabilities."""
+    return batch.with_fields(collision=self.collision(self.state.weights, batch))
+
   def update_policy(self, batch: Batch) -> dict[str, float]:
     """Runs all epochs and mini-batches; returns ``actor/*`` metrics.
 
@@ -151,13 +171,6 @@ class Actor:
     assert batch.old_log_probs is not None or self.updates_per_batch(len(batch)) == 1, (
       "several updates of a batch need its old_log_probs"
     )
-    columns = {
-      "advantages": batch.advantages,
-      "rollout_log_probs": batch.rollout_log_probs,
-    }
-    for name in ("old_log_probs", "ref_log_probs"):
-      if getattr(batch, name) is not None:
-        columns[name] = getattr(batch, name)
     self.release_generation_weights()
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
@@ -167,10 +180,10 @@ class Actor:
       settings.ppo_epochs,
       key=(settings.seed, self.state.updates),
     ):
-      mini = {name: column[chosen] for name, column in columns.items()}
+      mini = batch.select(chosen)
       packed = rows.pack(
-        batch.select(chosen),
         mini,
+        self._columns(mini, first=not pending),
         micro_rows=settings.micro_rows,
         real=settings.router_aux_loss_coef > 0,
       )
@@ -180,6 +193,35 @@ class Actor:
       k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
     }
 
+  def _columns(self, mini: Batch, *, first: bool) -> dict[str, np.ndarray]:
+    """``[N, R]`` arrays that the loss of a mini-batch needs."""
+    names = ["advantages", "old_log_probs", "ref_log_probs", "is_weights"]
+    if GAP_MEAN not in mini.metrics:  # else it is known
+      names.append("rollout_log_probs")
+    found = {name: getattr(mini, name) for name in names}
+    if self._loss.select:
+      found["selected"] = self._select(mini, first=first)
+    return {name: column for name, column in found.items() if column is not None}
+
+  def _select(self, mini: Batch, *, first: bool) -> np.ndarray:
+    """Tokens that the policy loss treats in another way: bool ``[N, R]``.
+
+    Chosen of the whole mini-batch by the log-probs of the current weights, which take
+    a forward pass of their own, except that of the first update are the old ones.
+    """
+    current = old = mini.old_log_probs
+    if old is None or not first:
+      current = self.log_probs(self.state.weights, mini)
+    rng = np.random.default_rng((self._settings.seed, self.state.updates))
+    return self._loss.select(
+      current,
+      current if old is None else old,
+      mini.advantages,
+      mini.mask,
+      rng,
+      **self._settings.knobs(self._loss.select_knobs),
+    )
+
   def updates_per_batch(self, sequences: int) -> int:
     """How many optimizer steps ``update_policy`` makes of so many sequences."""
     per_epoch = -(-sequences // self._settings.mini_rows)
@@ -187,7 +229,8 @@ class Actor:
 
 
 def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
-  policy_loss = losses.POLICY_LOSSES[settings.policy_loss]
+  policy_loss = POLICY_LOSSES[settings.policy_loss]
+  knobs = settings.knobs(policy_loss.knobs)
 
   def loss_fn(params: Params, micro: dict, total: reduce.Totals):
     mask_BT = micro["mask"]
@@ -199,9 +242,12 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       real_BT=micro.get("real"),
     )
     old_BT = micro.get("old_log_probs", jax.lax.stop_gradient(log_probs_BT))
-    loss_BT, extra = policy_loss(
-      log_probs_BT, old_BT, micro["advantages"], **settings.clip_knobs
+    chosen = {"selected": micro["selected"]} if policy_loss.select else {}
+    loss_BT, extra = policy_loss.function(
+      log_probs_BT, old_BT, micro["advantages"], mask_BT, **knobs, **chosen
     )
+    if "is_weights" in micro:
+      loss_BT *= micro["is_weights"]
     share = lambda x_BT: reduce.aggregate(
       x_BT,
       mask_BT,
@@ -226,7 +272,7 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       loss += settings.router_aux_loss_coef * balance * tokens / total.tokens
       means["router_aux_loss"] = (balance * tokens, tokens)
     maxima: Maxima = {}
-    if "old_log_probs" not in micro:
+    if "rollout_log_probs" in micro:
       means[GAP_MEAN], maxima[GAP_MAX] = _rollout_gap(
         log_probs_BT, micro["rollout_log_probs"], mask_BT
       )

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxrl_hybrid.algorithms import losses, reduce
+from jaxrl_hybrid.algorithms.running import RunningMoments
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.types import Batch
@@ -30,10 +31,16 @@ class CriticSettings:
   mini_rows: int
   micro_rows: int
   seed: int
+  normalize_values: bool = False
 
 
 class Critic:
-  """A decoder with a value head, its optimizer and its compiled programs."""
+  """A decoder with a value head, its optimizer and its compiled programs.
+
+  With ``normalize_values`` the head gives values at mean 0 and std 1 of all returns
+  so far (``moments``); values, returns and their loss are told in the rewards' units
+  outside of this class, and the loss in the head's.
+  """
 
   def __init__(
     self,
@@ -60,17 +67,24 @@ class Critic:
     )
     self._schedule = schedule
     self._settings = settings
+    self.moments = RunningMoments()
     self.values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
 
   def compute_values(self, batch: Batch) -> Batch:
     """Adds ``values``: index t is the value before response token t."""
     values = self.values(self.state.weights, batch)
     self.state.store.rest()
+    if self._settings.normalize_values:
+      values = self.moments.denormalize(values)
     return batch.with_fields(values=values)
 
   def update(self, batch: Batch) -> dict[str, float]:
     """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""
     settings, pending = self._settings, []
+    targets = {"returns": batch.returns, "old_values": batch.values}
+    if settings.normalize_values:
+      self.moments.update(batch.returns[batch.mask])
+      targets = {name: self.moments.normalize(x) for name, x in targets.items()}
     lr = self._schedule(self.state.updates)
     for chosen in mini_batches(
       len(batch),
@@ -78,7 +92,7 @@ class Critic:
       settings.ppo_epochs,
       key=(settings.seed, self.state.updates),
     ):
-      columns = {"returns": batch.returns[chosen], "old_values": batch.values[chosen]}
+      columns = {name: x[chosen] for name, x in targets.items()}
       packed = rows.pack(batch.select(chosen), columns, micro_rows=settings.micro_rows)
       pending.append(self.state.step(packed))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}

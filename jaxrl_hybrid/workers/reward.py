@@ -132,6 +132,7 @@ class RewardWorker:
       texts=texts,
       scores=result.scores,
       score_terms=result.terms,
+      score_weights=result.weights,
       rewards=on_last_token(result.scores, batch),
     ).select(kept)
     removed = {"reward/removed_count": float(len(batch) - kept.size)}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_hybrid.algorithms import advantages
+from jaxrl_hybrid.algorithms.groups import Groups
 
 
 def row(*numbers):
@@ -67,63 +68,68 @@ def test_gae_of_an_empty_mask_is_zero():
   assert not found.any() and not returns.any()
 
 
-@pytest.mark.parametrize(
-  "norm_by_std,high,low", [(True, 1.2076, -0.7246), (False, 0.625, -0.375)]
-)
-def test_grpo_of_three_right_answers_out_of_eight(norm_by_std, high, low):
-  scores = np.array([1, 0, 0, 1, 0, 1, 0, 0], np.float32)
-  found = advantages.grpo(scores, np.zeros(8, np.int64), norm_by_std=norm_by_std)
-  np.testing.assert_allclose(found, np.where(scores == 1, high, low), atol=5e-5)
-
-
-@pytest.mark.parametrize("norm_by_std", [True, False])
-@pytest.mark.parametrize("score", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e8])
-def test_grpo_of_equal_rewards_is_exactly_zero(score, norm_by_std):
-  scores = np.full(7, score, np.float32)
-  found = advantages.grpo(scores, np.zeros(7, np.int64), norm_by_std=norm_by_std)
-  assert (found == 0).all()
-
-
-def test_grpo_of_rewards_that_differ_by_rounding_is_exactly_zero():
-  scores = np.array([0.3, 0.1 + 0.2, 0.3 + 1e-8])
-  assert (advantages.grpo(scores, np.zeros(3, int), norm_by_std=True) == 0).all()
-
-
-def test_grpo_keeps_small_but_real_differences():
-  found = advantages.grpo(np.array([0.0, 1e-3]), np.zeros(2, int), norm_by_std=True)
-  np.testing.assert_allclose(found, [-0.7061, 0.7061], atol=1e-3)
-
-
-@pytest.mark.parametrize("norm_by_std", [True, False])
-def test_grpo_of_a_group_of_one_is_zero(norm_by_std):
-  found = advantages.grpo(
-    np.array([1.0, 0.0, 1.0]), np.array([7, 8, 9]), norm_by_std=norm_by_std
-  )
-  assert (found == 0).all()
-
-
-def test_grpo_groups_by_id_and_not_by_order():
-  # Interleaved, of different sizes, with ids that are no indices.
-  groups = np.array([900, 4, 900, 4, 900, 10**12])
-  scores = np.array([1.0, 10.0, 0.0, 20.0, 2.0, 5.0])
-  found = advantages.grpo(scores, groups, norm_by_std=False)
-  np.testing.assert_allclose(found, [0, -5, -1, 5, 1, 0])
-  order = np.array([5, 3, 0, 1, 4, 2])
-  moved = advantages.grpo(scores[order], groups[order], norm_by_std=False)
-  np.testing.assert_array_equal(moved, found[order])
-
-
-def test_grpo_normalizes_each_group_by_its_own_std():
-  # (0, 2): std sqrt(2); (0, 20): std sqrt(200): both become -+ 1 / sqrt(2).
-  found = advantages.grpo(
-    np.array([0.0, 0.0, 2.0, 20.0]), np.array([1, 2, 1, 2]), norm_by_std=True
-  )
-  np.testing.assert_allclose(found, np.array([-1, -1, 1, 1]) / 2**0.5, atol=1e-5)
-
-
 def test_remax_is_the_return_to_go_against_the_greedy_score():
   rewards = np.array([[0.1, 0.2, 1.0, 50.0], [2.0, 7.0, 7.0, 7.0]], np.float32)
   mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
   found, to_go = advantages.remax(rewards, np.array([0.5, 3.0], np.float32), mask)
   np.testing.assert_allclose(to_go, [[1.3, 1.2, 1.0, 0], [2, 0, 0, 0]], rtol=1e-6)
   np.testing.assert_allclose(found, [[0.8, 0.7, 0.5, 0], [-1, 0, 0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("junk", [0.0, 9.0, np.nan])
+def test_returns_to_go_skip_tool_tokens_and_padding(junk):
+  # G = (1 + .5 (2 + .5 * 4), 2 + .5 * 4, 4): tool tokens do not discount.
+  found = advantages.returns_to_go(
+    row(1, junk, 2, 4, junk), mask_of(1, 0, 1, 1, 0), gamma=0.5
+  )
+  np.testing.assert_array_equal(found, row(3, 0, 4, 4, 0))
+
+
+def otb(returns, probs, collision, mask, draws, **options):
+  """The estimator on plain numbers; probabilities instead of log-probs."""
+  return advantages.optimal_token_baseline(
+    np.array(returns, np.float32),
+    np.log(np.array(probs, np.float32)),
+    np.array(collision, np.float32),
+    np.array(mask, bool),
+    Groups(np.array(draws)),
+    **options,
+  )
+
+
+RETURNS = [[1, 1, 77], [0, 0, 0], [5, 5, 5]]
+PROBS = [[0.5, 0.25, 0.9], [0.25, 0.5, 0.5], [0.5, 0.5, 0.5]]
+COLLISION = [[0.5, 0.5, 77.0], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
+OTB_MASK = [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
+
+
+def test_the_optimal_token_baseline_by_hand():
+  # 1 - 2p + c: row 0 (.5, 1), row 1 (1, .5, .5); W: (.5, 1.5) and (1, 1.5, 2).
+  # B_0 = .5 / 1.5 = 1/3; B_1 = 1.5 / 3 = 1/2; at 2 row 1 is alone: B = 0 = G.
+  # Row 2 is a group of one: its own baseline.
+  found = otb(RETURNS, PROBS, COLLISION, OTB_MASK, [7, 7, 9])
+  expected = [[2 / 3, 1 / 2, 0], [-1 / 3, -1 / 2, 0], [0, 0, 0]]
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_the_optimal_token_baseline_takes_importance_weights_squared():
+  # w = 2 on row 1: W (4, 6, 8); B_0 = .5 / 4.5, B_1 = 1.5 / 7.5.
+  weights = np.array([[1, 1, 1], [2, 2, 2], [1, 1, 1]], np.float32)
+  found = otb(RETURNS, PROBS, COLLISION, OTB_MASK, [7, 7, 9], weights_NR=weights)
+  expected = [[8 / 9, 4 / 5, 0], [-1 / 9, -1 / 5, 0], [0, 0, 0]]
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_the_optimal_token_baseline_of_certain_tokens_is_finite():
+  # p = 1: no gradient, W would be 0.
+  found = otb([[1], [0]], [[1], [1]], [[1], [1]], [[1], [1]], [3, 3])
+  np.testing.assert_allclose(found, [[0.5], [-0.5]], atol=1e-6)
+
+
+def test_the_optimal_token_baseline_does_not_depend_on_the_order():
+  order = [2, 1, 0]
+  pick = lambda rows: [rows[i] for i in order]
+  found = otb(*map(pick, (RETURNS, PROBS, COLLISION, OTB_MASK)), [9, 7, 7])
+  np.testing.assert_array_equal(
+    found, otb(RETURNS, PROBS, COLLISION, OTB_MASK, [7, 7, 9])[order]
+  )

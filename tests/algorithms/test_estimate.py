@@ -1,11 +1,14 @@
 """From a scored batch to advantages, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from jaxrl_hybrid.algorithms import estimate
+from jaxrl_hybrid.algorithms import estimate, registry
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.errors import ConfigError, NumericsError
 from jaxrl_hybrid.types import STOP, Batch, Prompt
 
 JUNK = 1e4  # what padding holds
@@ -132,11 +135,114 @@ def test_whitening_is_over_the_tokens_of_the_batch():
   np.testing.assert_array_equal(white.returns, plain.returns)
 
 
-@pytest.mark.parametrize("estimator", estimate.ESTIMATORS)
-def test_an_all_masked_batch_gives_zeros_and_no_nan(estimator):
-  batch = with_kl().with_fields(
-    loss_mask=np.zeros((2, 4), bool), baseline_scores=np.ones(2, np.float32)
+def complete(draws=(0, 1), **fields):
+  """With all that any estimator needs."""
+  return scored(
+    draws=draws,
+    values=padded([0.5, 0.6, 0.7], [1.5]),
+    old_log_probs=padded([-1, -2, -3], [-1]),
+    ref_log_probs=padded([-1.2, -2, -2.9], [-2]),
+    collision=padded([0.5, 0.6, 0.7], [0.5]),
+    baseline_scores=np.ones(2, np.float32),
+    scores=np.array([1, 2], np.float32),
+    score_terms={"f": np.array([1, 2], np.float32)},
+    score_weights={"f": 1.0},
+    **fields,
   )
+
+
+# Rewards 1 and 2 of a group; rows of 3 tokens and 1 token; gamma 1, lambda .95.
+HAND = {
+  "gae": ([0.46575, 0.385, 0.3], 0.5),
+  "grpo": ([-0.5] * 3, 0.5),
+  "grpo_passk": ([0.0] * 3, 1.0),
+  "gdpo": ([-0.5] * 3, 0.5),
+  "reinforce_plus_plus": ([1.0] * 3, 2.0),
+  "reinforce_plus_plus_baseline": ([-0.5] * 3, 0.5),
+  "rloo": ([-1.0] * 3, 1.0),
+  "opo": ([1 - 5 / 4] * 3, 2 - 5 / 4),  # (3 * 1 + 1 * 2) / 4
+  "gpg": ([-0.5] * 3, 0.5),
+  "remax": ([0.0] * 3, 1.0),
+  # p = 1/e: W is 1.5 - 2/e for both; then row 0 is alone.
+  "optimal_token_baseline": ([-0.5, 0, 0], 0.5),
+}
+
+
+def test_every_estimator_has_a_hand_value():
+  assert {*HAND} == {*registry.ESTIMATORS}
+
+
+@pytest.mark.parametrize("estimator", HAND)
+def test_every_estimator_by_hand_from_a_batch(estimator):
+  out = run(complete(draws=(5, 5)), estimator)
+  first, second = HAND[estimator]
+  np.testing.assert_allclose(
+    out.advantages, [[*first, 0], [second, 0, 0, 0]], atol=1e-6
+  )
+  assert out.advantages.dtype == out.returns.dtype == np.float32
+
+
+@pytest.mark.parametrize("estimator", HAND)
+def test_order_and_padding_do_not_matter(estimator):
+  batch = complete(draws=(5, 5))
+  expected = run(batch, estimator).advantages
+  np.testing.assert_array_equal(
+    run(batch.select([1, 0]), estimator).advantages, expected[[1, 0]]
+  )
+  wider = {
+    field.name: np.pad(x, [(0, 0), (0, 3)], constant_values=np.array(9, x.dtype))
+    for field in dataclasses.fields(batch)
+    if isinstance(x := getattr(batch, field.name), np.ndarray) and x.ndim == 2
+  }
+  found = run(dataclasses.replace(batch, **wider), estimator).advantages
+  np.testing.assert_array_equal(found[:, :4], expected)
+  assert not found[:, 4:].any()
+
+
+@pytest.mark.parametrize("estimator", HAND)
+def test_a_row_that_is_masked_is_not_trained_but_counts(estimator):
+  mask = np.array([[False] * 4, [True] * 4])
+  out = run(complete(draws=(5, 5), loss_mask=mask), estimator)
+  assert not out.advantages[0].any()
+  if registry.ESTIMATORS[estimator].min_group_size > 1 and "token" not in estimator:
+    assert out.advantages[1, 0] != 0
+
+
+@pytest.mark.parametrize("estimator", HAND)
+def test_an_all_masked_batch_gives_zeros_and_no_nan(estimator):
+  batch = complete(loss_mask=np.zeros((2, 4), bool))
   out = run(batch, estimator, use_kl_in_reward=True, whiten_advantages=True)
   assert not out.advantages.any() and not out.returns.any()
   assert np.isfinite(list(out.metrics.values())).all()
+
+
+@pytest.fixture
+def own():
+  """Registers for one test."""
+  before = dict(registry.ESTIMATORS)
+  yield registry.register_estimator
+  registry.ESTIMATORS.clear()
+  registry.ESTIMATORS.update(before)
+
+
+def test_an_estimator_may_give_one_number_per_row(own):
+  own("mine")(lambda batch, algorithm: batch.scores - algorithm.gamma)
+  out = run(complete(), "mine")
+  np.testing.assert_array_equal(out.advantages, [[0, 0, 0, 0], [1, 0, 0, 0]])
+  np.testing.assert_array_equal(out.returns, out.advantages)
+
+
+def test_a_wrong_estimator_is_named(own):
+  own("wide")(lambda batch, algorithm: np.zeros((2, 3)))
+  own("bad")(lambda batch, algorithm: np.array([np.nan, 0]))
+  with pytest.raises(ConfigError, match=r"'wide'.*\(2, 4\).*\(2, 3\)"):
+    run(complete(), "wide")
+  with pytest.raises(NumericsError, match="'bad'"):
+    run(complete(), "bad")
+
+
+def test_names_are_not_taken_twice_and_needs_are_known(own):
+  with pytest.raises(ConfigError, match="'grpo' is taken"):
+    own("grpo")(lambda batch, algorithm: None)
+  with pytest.raises(ConfigError, match="critics"):
+    own("mine", needs=("critics",))

@@ -40,6 +40,18 @@ def test_unbiased_estimators_average_to_the_kl(kind):
 
 
 @pytest.mark.parametrize("kind", kl.ESTIMATORS)
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind):
+  log_p, log_q = jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.25, 0.4]))
+  run = jax.jit(
+    jax.value_and_grad(lambda x, kind: jnp.sum(kl.kl_estimate(x, log_q, kind))),
+    static_argnums=1,
+  )
+  value, grad = run(log_p, f"{kind}+")
+  assert value == pytest.approx(sum(HAND[kind]), abs=1e-4)
+  np.testing.assert_allclose(grad, [0.6931, -0.6931], atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", kl.LOSSES)
 @pytest.mark.parametrize("gap", [1e3, -1e3])
 def test_extreme_gaps_stay_finite(kind, gap):
   run = jax.jit(jax.value_and_grad(functools.partial(kl.kl_estimate, kind=kind)))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from jaxrl_hybrid.algorithms.running import RunningMoments
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.spec import ModelSpec
@@ -267,6 +268,7 @@ def make_critic(mesh=(1, 1, 1), **settings) -> Critic:
     host_params(head=head), weight_layout(mesh, head=head)
   )
   critic.state.updates = 0
+  critic.moments = RunningMoments()
   return critic
 
 

@@ -178,6 +178,64 @@ def test_the_loss_and_its_metrics_by_numpy(scored, off_policy):
     assert metrics[f"actor/{name}"] == pytest.approx(value, abs=2e-6), name
 
 
+SELECTING = dict(clip_cov_ratio=0.2, clip_cov_lb=-9.0, clip_cov_ub=9.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def selecting(off_policy):
+  """An update by a loss that selects tokens."""
+  return tiny.update(off_policy, policy_loss="clip_cov", **SELECTING)
+
+
+@pytest.mark.parametrize("options", [dict(micro_rows=1), dict(mesh=(1, 1, 2))], ids=str)
+def test_tokens_are_selected_of_the_global_mini_batch(off_policy, selecting, options):
+  # 13 tokens, a fifth of them: 2, wherever the micro-batches end.
+  assert selecting[0]["actor/selected_fraction"] == pytest.approx(2 / 13)
+  split = tiny.update(off_policy, policy_loss="clip_cov", **SELECTING, **options)
+  tiny.assert_same_update(split, selecting)
+
+
+def test_selected_tokens_leave_the_loss(off_policy, selecting, result):
+  assert selecting[0]["actor/loss"] != pytest.approx(result[0]["actor/loss"], abs=1e-4)
+  other = tiny.update(off_policy, policy_loss="clip_cov", **SELECTING | dict(seed=4))
+  assert other[0]["actor/loss"] != selecting[0]["actor/loss"]
+
+
+def test_the_second_update_selects_by_the_current_log_probs(off_policy):
+  actor = tiny.make_actor(policy_loss="kl_cov", kl_cov_ratio=0.2, ppo_epochs=2)
+  seen = []
+  actor.log_probs, scorer = (
+    (lambda *args: seen.append(scorer(*args)) or seen[-1]),
+    (actor.log_probs),
+  )
+  try:
+    actor.update_policy(off_policy)
+  finally:
+    actor.log_probs = scorer
+  # The first takes the old ones, with which it is current.
+  assert len(seen) == 1
+  assert np.abs(seen[0] - off_policy.old_log_probs)[off_policy.mask].max() > 1e-3
+
+
+def test_importance_weights_are_factors_of_the_policy_loss(off_policy, result):
+  doubled = off_policy.with_fields(
+    is_weights=np.full(off_policy.advantages.shape, 2.0, np.float32)
+  )
+  metrics, grad = tiny.update(doubled)
+  assert metrics["actor/loss"] == pytest.approx(2 * result[0]["actor/loss"], rel=1e-5)
+  half = jax.tree.map(lambda x: x / 2, grad)
+  assert tiny.largest(jax.tree.map(lambda a, b: a - b, half, result[1])) < 1e-5
+
+
+def test_the_collision_is_the_sum_of_squared_probabilities(scored):
+  found = tiny.make_actor().compute_collision(scored).collision
+  params = tiny.host_params()
+  for i, (hidden, ids) in enumerate(tiny.each_row_alone(params, scored)):
+    logits = hidden @ params["lm_head"]["kernel"][: tiny.SPEC.vocab_size].T
+    probs = np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
+    np.testing.assert_allclose(found[i, : len(ids)], (probs**2).sum(-1), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_the_kl_loss_is_added_with_its_coefficient(scored, off_policy, result, kind):
   metrics, grad = tiny.update(off_policy, **KL, kl_loss_type=kind)

@@ -100,3 +100,22 @@ def test_a_fresh_value_head_says_zero_and_can_learn(valued):
   assert np.abs(np.asarray(critic.state.store.params["value_head"]["kernel"])).max() > 0
   after = critic.compute_values(valued).values[valued.mask]
   assert jnp.mean((after - 1) ** 2) < 1
+
+
+def test_normalised_values_are_told_in_the_units_of_the_returns(valued):
+  critic = tiny.make_critic(normalize_values=True)
+  head = critic.compute_values(valued).values
+  np.testing.assert_array_equal(head, valued.values)  # no return was seen yet
+  batch = valued.with_fields(values=head, returns=100 + 20 * valued.returns)
+  metrics = critic.update(batch)
+  returns = batch.returns[batch.mask].astype(np.float64)
+  assert critic.moments.count == returns.size
+  assert critic.moments.mean == pytest.approx(returns.mean(), rel=1e-5)
+  # The head learns returns at mean 0 and std 1; old values are in those units too.
+  norm = lambda x: (x - returns.mean()) / returns.std(ddof=1)
+  new, old, target = head[batch.mask], norm(batch.values[batch.mask]), norm(returns)
+  near = old + np.clip(new - old, -0.5, 0.5)
+  loss = 0.5 * np.maximum((new - target) ** 2, (near - target) ** 2)
+  assert metrics["critic/vf_loss"] == pytest.approx(loss.mean(), rel=1e-4)
+  values = critic.compute_values(valued).values[batch.mask]
+  assert abs(values.mean() - returns.mean()) < returns.std()

@@ -75,6 +75,7 @@ def test_rewards_texts_and_metrics():
   assert scored.texts == ["one two", "one", "", "two"]
   assert scored.scores.tolist() == [0, 2, 4, 6]
   assert scored.score_terms["f"].tolist() == [0, 1, 2, 3]
+  assert scored.score_weights == {"f": 2.0}
   expected = np.zeros((4, 4), np.float32)
   expected[1, 0], expected[2, 0], expected[3, 2] = 2, 4, 6
   np.testing.assert_array_equal(scored.rewards, expected)
