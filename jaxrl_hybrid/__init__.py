@@ -13,6 +13,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 __version__ = "0.1.0"
 # Name -> where it is defined; importing the package alone imports none of it.
 _EXPORTS = {
+  "CriticWarmupScheduler": "jaxrl_hybrid.api.critic_warmup",
   "DataCollector": "jaxrl_hybrid.api.data_collector",
   "DynamicDataSampler": "jaxrl_hybrid.api.data_sampler",
   "HFModelWrapper": "jaxrl_hybrid.api.model_wrapper",

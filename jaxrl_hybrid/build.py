@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
+from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.running import RewardShaper
+from jaxrl_hybrid.algorithms.warmup import CriticWarmup
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.inspection import make_algorithm
@@ -74,7 +76,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     stream=plan.stream,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
-    critic_warmup=config.critic.warmup if algorithm.needs_critic else 0,
+    critic_warmup=_critic_warmup(config, algorithm),
     checkpoints=checkpoints,
     recorder=recorder,
   )
@@ -82,6 +84,13 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     controller.resume(step)
   processes.on_primary(lambda: recorder.open(step))
   return controller
+
+
+def _critic_warmup(config: ConfigDict, algorithm: Algorithm) -> CriticWarmup:
+  if not algorithm.needs_critic:
+    return CriticWarmup(0, 0)
+  critic = config.critic
+  return CriticWarmup(critic.warmup, critic.full_steps, critic.warmup_explained_var)
 
 
 def make_kl_controller(config: ConfigDict) -> KLController:

@@ -173,7 +173,9 @@ def base() -> ConfigDict:
         share_base=False,  # adapters and value head on the actor's frozen weights
         cliprange_value=0.5,
         normalize_values=False,  # learns returns at mean 0 and std 1 of all so far
-        warmup=0,
+        warmup=0,  # steps in which the critic alone learns, to predict rewards
+        full_steps=optional(int),  # until it has taken over; default: warmup
+        warmup_explained_var=optional(float),  # that ends the warm-up early
         lora=lora(),
         optim=optim(1e-5),
       ),
@@ -248,6 +250,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
       section = checks.get(config, ".".join(path))
       if section[name] is None:
         section[name] = value
+    if config.critic.full_steps is None:
+      config.critic.full_steps = config.critic.warmup
     if actor.loss_scale_factor is None:
       actor.loss_scale_factor = float(config.data.max_response_length)
     if actor.ppo_mini_batch_size is None:

@@ -234,6 +234,7 @@ def check_algorithm(config: ConfigDict) -> None:
       "actor.kl_loss_type=k1: its gradient is 0 on average, so the loss holds nothing; "
       "k2, k3 and k1+ (the value of k1 with the gradient of k2) do"
     )
+  _check_warmup(config)
   if config.actor.router_aux_loss_coef and config.mesh.train[0] > 1:
     raise ConfigError(
       "actor.router_aux_loss_coef: expected 0 with pp > 1 (stages of a pipeline do not "
@@ -255,6 +256,18 @@ def _check_terms(config: ConfigDict) -> None:
         f"algorithm.{key}: {algorithm.adv_estimator} looks at each reward function by "
         f"itself, where this has no effect; expected {off}, got {algorithm[key]}"
       )
+
+
+def _check_warmup(config: ConfigDict) -> None:
+  critic = config.critic
+  _require(
+    config,
+    "critic.full_steps",
+    lambda v: v >= critic.warmup,
+    f">= critic.warmup={critic.warmup}",
+  )
+  if critic.warmup_explained_var is not None:
+    _require(config, "critic.warmup_explained_var", lambda v: 0 < v <= 1, "in (0, 1]")
 
 
 def check_lora(config: ConfigDict) -> None:

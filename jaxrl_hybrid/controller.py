@@ -26,6 +26,7 @@ from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.running import RewardShaper
+from jaxrl_hybrid.algorithms.warmup import CriticWarmup
 from jaxrl_hybrid.data.dynamic_stream import DynamicStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
@@ -57,7 +58,7 @@ class Controller:
   stream: PromptStream | DynamicStream
   eval_prompts: Sequence[Prompt]
   settings: ConfigDict  # the trainer section
-  critic_warmup: int
+  critic_warmup: CriticWarmup
   checkpoints: Checkpoints
   recorder: Recorder | SilentRecorder
   step: int = 0
@@ -117,14 +118,20 @@ class Controller:
         batch = self.critic.compute_values(batch)
     with timers("adv"):
       batch = self.shaper.shape(batch)
-      batch = compute_advantages(batch, self.algorithm, self.kl_controller)
+      batch = compute_advantages(
+        batch,
+        self.algorithm,
+        self.kl_controller,
+        critic_share=self.critic_warmup.share(self.step),
+      )
     metrics = batch.metrics | _lengths(batch) | self._progress()
     if self.critic:
       with timers("update_critic"):
         metrics |= self.critic.update(batch)
-    if self.step > self.critic_warmup:
+    if self.critic_warmup.actor_learns(self.step):
       with timers("update_actor"):
         metrics |= self.actor.update_policy(batch)
+    metrics |= self._warm_up(metrics)
     self._show(batch)
     return metrics
 
@@ -170,6 +177,7 @@ class Controller:
       "kl_coef": self.kl_controller.coef,
       "reward_moments": self.shaper.moments.state(),
       "value_moments": self.critic.moments.state() if self.critic else None,
+      "critic_warmup": self.critic_warmup.state(),
       "last_eval": self.last_eval,
       "updates": {name: role.state.updates for name, role in self._trained()},
     }
@@ -187,8 +195,17 @@ class Controller:
     self.shaper.moments.restore(host["reward_moments"])
     if self.critic:
       self.critic.moments.restore(host["value_moments"])
+    self.critic_warmup.restore(host["critic_warmup"])
     self.last_eval = host["last_eval"]
     self.step = host["step"]
+
+  def _warm_up(self, metrics: Metrics) -> Metrics:
+    """Whether the warm-up of the critic ends here; its share in this step."""
+    if not self.critic_warmup.is_used:
+      return {}
+    share = self.critic_warmup.share(self.step)
+    self.critic_warmup.look(self.step, metrics.get("critic/vf_explained_var", 0.0))
+    return {"critic/share": share}
 
   def _trained(self) -> list[tuple[str, Any]]:
     roles = [("actor", self.actor), ("critic", self.critic)]

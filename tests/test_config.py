@@ -60,6 +60,12 @@ def test_a_typo_names_the_nearest_key(typed, nearest):
     (["--config.mesh.generation=(1,3)"], ["mesh.generation", "divide"]),
     (["--config.mesh.generation=(2,1)"], ["(p_g, t_g)=(2, 1)", "(pp, tp)=(1, 2)"]),
     (["--config.data.sampler.weight_fn=f.py:f"], ["data.sampler.name=dynamic"]),
+    (
+      ["--config.algorithm.name=ppo", "--config.critic.warmup=3"]
+      + ["--config.critic.full_steps=2"],
+      ["critic.full_steps", ">= critic.warmup=3", "got 2"],
+    ),
+    (["--config.critic.warmup_explained_var=2"], ["warmup_explained_var", "got 2"]),
     (["--config.data.sampler.floor=0"], ["data.sampler.floor", "(0, 1]", "got 0"]),
     (["--config.data.sampler.decay=2"], ["data.sampler.decay", "[0, 1]"]),
     (["--config.data.sampler.domain_boost=('a',2)"], ["pairs", "('a', 2)"]),

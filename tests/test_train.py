@@ -210,6 +210,8 @@ def test_resume_with_a_critic_and_kl_in_the_reward(tmp_path):
     "--config.trainer.save_freq=2",
     "--config.algorithm.use_kl_in_reward=True",
     "--config.algorithm.kl_ctrl.type=adaptive",
+    "--config.critic.warmup=1",
+    "--config.critic.full_steps=3",
     "--config.data.sampler.name=dynamic",
     "--config.data.sampler.domain_key=level",
     "--config.data.sampler.domain_boost=(('3',2.0),)",
@@ -223,6 +225,8 @@ def test_resume_with_a_critic_and_kl_in_the_reward(tmp_path):
   assert without_time(metrics_of(tmp_path / "b")) == without_time(rows)
   coefficients = [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]]
   assert len(set(coefficients)) == 4
+  assert [row["critic/share"] for row in rows[1:]] == [0, 0.5, 1, 1]
+  assert ["actor/loss" in row for row in rows[1:]] == [False, True, True, True]
   assert all(0 < row["data/expected_pass_rate"] <= 0.5 for row in rows[1:])
 
 

@@ -8,6 +8,7 @@ from jaxrl_hybrid.algorithms import kl as kl_lib
 from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.registry import ESTIMATORS
+from jaxrl_hybrid.algorithms.warmup import take_over
 from jaxrl_hybrid.errors import ConfigError, NumericsError
 from jaxrl_hybrid.types import Batch
 
@@ -15,12 +16,17 @@ Arrays = tuple[np.ndarray, np.ndarray]  # (advantages, returns) [N, R]
 
 
 def compute_advantages(
-  batch: Batch, algorithm: Algorithm, kl_controller: kl_lib.KLController
+  batch: Batch,
+  algorithm: Algorithm,
+  kl_controller: kl_lib.KLController,
+  *,
+  critic_share: float = 1.0,
 ) -> Batch:
   """Adds ``advantages`` and ``returns`` (and the KL in the reward, if asked).
 
   Needs ``rewards``, what the estimator needs (``registry.NEEDS``), and
-  ``old_log_probs`` and ``ref_log_probs`` for the KL in the reward.
+  ``old_log_probs`` and ``ref_log_probs`` for the KL in the reward. ``critic_share``
+  is that of ``warmup.take_over``.
 
   Raises:
     ConfigError: an estimator gives arrays of another shape.
@@ -29,6 +35,15 @@ def compute_advantages(
   if algorithm.use_kl_in_reward:
     batch = _penalize(batch, algorithm, kl_controller)
   found, returns = estimate(batch, algorithm)
+  if critic_share < 1.0:
+    found, returns = take_over(
+      found,
+      returns,
+      batch.rewards,
+      batch.mask,
+      gamma=algorithm.gamma,
+      share=critic_share,
+    )
   if algorithm.whiten_advantages:
     found = reduce.whiten(found, batch.mask)
   return batch.with_fields(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.api import arguments
+from jaxrl_hybrid.api.dialogues import DialogueReader
 from jaxrl_hybrid.api.learning import with_advantages, with_rewards
-from jaxrl_hybrid.api.sequences import PromptReader, Sequences, dialogue_ids
-from jaxrl_hybrid.data.tokenizer import same_vocabulary
+from jaxrl_hybrid.api.sequences import PromptReader, Sequences
 from jaxrl_hybrid.errors import ConfigError, DataError, RewardError
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.hf.classifier import CLASSIFIER, LM, as_classifier
@@ -126,8 +125,10 @@ class HFModelWrapper:
       max_length=settings.data.max_prompt_length,
       vocab_size=source.spec.vocab_size,
     )
+    self._judge = DialogueReader(
+      tokenizer, self._encoder, vocab_size=source.spec.vocab_size
+    )
     self._role: Actor | Critic | RewardModel | None = None
-    self._said: set[str] = set()
 
   @property
   def config(self) -> ConfigDict:
@@ -251,16 +252,26 @@ class HFModelWrapper:
       DataError: rewards of another shape, or not finite; or the algorithm needs
         greedy baselines, which ``DataCollector`` adds, and there are none.
     """
-    batch, algorithm = with_rewards(batch, rewards), self.algorithm
-    if algorithm.needs_critic:
+    batch = with_rewards(batch, rewards)
+    if self.algorithm.needs_critic:
       batch = self.compute_values(batch)
+    return self.estimate_advantages(batch)
+
+  def estimate_advantages(self, batch: Batch, *, critic_share: float = 1.0) -> Batch:
+    """``compute_advantages`` of a batch with rewards and, with a critic, values.
+
+    Args:
+      batch: N sequences.
+      critic_share: of the critic in the advantages (``warmup.take_over``).
+    """
+    algorithm = self.algorithm
     if algorithm.needs_greedy_baseline and batch.baseline_scores is None:
       raise DataError(
         f"{self._plan.config.algorithm.name}: expected baseline_scores in the batch, "
         "as DataCollector adds them, got none"
       )
     controller = build.make_kl_controller(self._plan.config)
-    return compute_advantages(batch, algorithm, controller)
+    return compute_advantages(batch, algorithm, controller, critic_share=critic_share)
 
   def update(self, batch: Batch) -> dict[str, float]:
     """Learns the returns of ``compute_advantages``; returns ``critic/*`` metrics."""
@@ -287,7 +298,7 @@ class HFModelWrapper:
       DataError: no list of dialogues.
     """
     model, most = self._as(RewardModel), self._plan.reward_model_length
-    dialogues = self._dialogues(sequences)
+    dialogues = self._judge.read(sequences)
     longest = max(map(len, dialogues), default=0)
     if not 0 < min(map(len, dialogues), default=0) <= longest <= most:
       raise RewardError(
@@ -372,23 +383,3 @@ class HFModelWrapper:
     """The loaded parameters; the role that takes them is their only owner."""
     params, self._params = self._params, None
     return params
-
-  def _dialogues(self, sequences: Batch | Sequence[Any]) -> list[np.ndarray]:
-    if not isinstance(sequences, Batch):
-      if isinstance(sequences, str):
-        raise DataError(f"expected a list of dialogues, got {sequences!r:.80}")
-      size = self._plan.source.spec.vocab_size
-      return [dialogue_ids(x, self._encoder, vocab_size=size) for x in sequences]
-    theirs, own = getattr(sequences, "tokenizer", None), self._plan.source.tokenizer
-    if theirs is None or own is None or same_vocabulary(theirs, own):
-      self._say("the reward model reads the actor's token ids")
-      pairs = zip(sequences.prompts, range(len(sequences)), strict=True)
-      return [np.concatenate([p.ids, sequences.response(i)]) for p, i in pairs]
-    self._say("the reward model reads texts by its own tokenizer and chat template")
-    pairs = zip(sequences.prompts, sequences.texts, strict=True)
-    return [self._encoder.encode_answered(p.prompt, text) for p, text in pairs]
-
-  def _say(self, text: str) -> None:
-    if text not in self._said:
-      self._said.add(text)
-      logging.info("%s", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,38 +126,3 @@ def numbers(given: Any, name: str) -> np.ndarray:
     raise DataError(
       f"{name}: expected an array of numbers, got {given!r:.80}: {error}"
     ) from error
-
-
-def dialogue_ids(
-  given: Any, encoder: PromptEncoder | None, *, vocab_size: int
-) -> np.ndarray:
-  """int32 ids ``[T]`` of a dialogue as a judge reads it.
-
-  Args:
-    given: token ids, a text, (prompt, answer), or messages of which the last one is
-      the assistant's.
-    encoder: of the judge; None: only token ids can be read.
-    vocab_size: of the judge.
-
-  Raises:
-    ConfigError: text without a tokenizer, or messages without a chat template.
-    DataError: another form, or ids that the judge does not have.
-  """
-  if is_ids(given):
-    return token_ids(given, vocab_size)
-  if encoder is None:
-    raise ConfigError(
-      "the model came without a tokenizer: pass tokenizer= to the wrapper, or give it "
-      "token ids"
-    )
-  if isinstance(given, str):
-    return encoder.tokenize([given], [given])[0]
-  if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], str):
-    return encoder.encode_answered(*given)
-  last = given[-1] if isinstance(given, list | tuple) and given else None
-  if not isinstance(last, Mapping) or last.get("role") != "assistant":
-    raise DataError(
-      "expected token ids, a text, (prompt, answer) or messages that end with the "
-      f"assistant's, got {given!r:.80}"
-    )
-  return encoder.encode_answered(list(given[:-1]), last["content"])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_hybrid.api.critic_warmup import CriticWarmupScheduler
 from jaxrl_hybrid.api.model_wrapper import HFModelWrapper
 from jaxrl_hybrid.errors import ConfigError, DataError
 from jaxrl_hybrid.types import Batch
@@ -73,25 +74,51 @@ class Trainer:
     judge = self._actor if self._critic is None else self._critic
     return judge.compute_advantages(batch, batch.rewards)
 
-  def step(self, batch: Batch) -> dict[str, float]:
+  def step(
+    self, batch: Batch, critic_scheduler: CriticWarmupScheduler | None = None
+  ) -> dict[str, float]:
     """One training step: all epochs and mini-batches of critic and actor.
 
+    Args:
+      batch: of ``compute_advantages``.
+      critic_scheduler: says who learns, and how much of the advantages, which it
+        makes anew, is the critic's.
+
     Returns:
-      ``actor_loss``, with a critic ``critic_loss``, ``reward`` (the mean score), and
-      all metrics of both by the names of a run's metrics.jsonl.
+      ``actor_loss`` (nan while the critic alone learns), with a critic
+      ``critic_loss``, ``reward`` (the mean score), and all metrics of both by the
+      names of a run's metrics.jsonl.
 
     Raises:
       DataError: the batch has no advantages.
+      ConfigError: the scheduler is of another critic.
     """
     if batch.advantages is None:
       raise DataError("expected a batch of compute_advantages, got one without")
+    scheduler, actor_learns = critic_scheduler, True
+    if scheduler is not None:
+      batch, actor_learns = self._begin(batch, scheduler)
     if self._reference is not None:
       batch = self._reference.compute_ref_log_probs(batch)
     metrics = dict(batch.metrics)
     if self._critic is not None:
       metrics |= self._critic.update(batch)
-    metrics |= self._actor.update_policy(batch)
+    if actor_learns:
+      metrics |= self._actor.update_policy(batch)
+    if scheduler is not None:
+      metrics["critic/share"] = scheduler.share
+      scheduler.look(metrics.get("critic/vf_explained_var", 0.0))
     return _losses(metrics) | {"reward": float(batch.scores.mean())} | metrics
+
+  def _begin(
+    self, batch: Batch, scheduler: CriticWarmupScheduler
+  ) -> tuple[Batch, bool]:
+    """The batch with the advantages of this step, and whether the actor learns."""
+    if scheduler.critic is not self._critic:
+      raise ConfigError("critic_scheduler: expected one of the trainer's own critic")
+    scheduler.begin_step()
+    batch = self._critic.estimate_advantages(batch, critic_share=scheduler.share)
+    return batch, scheduler.actor_learns
 
   def _check_roles(self) -> None:
     name = self._actor.config.algorithm.name

@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_hybrid import DataCollector, HFModelWrapper, Trainer
+from jaxrl_hybrid import (
+  CriticWarmupScheduler,
+  DataCollector,
+  HFModelWrapper,
+  Trainer,
+)
 from jaxrl_hybrid.errors import JaxrlError
 
 torch = pytest.importorskip("torch", reason="models in memory are torch's")
@@ -122,6 +127,35 @@ def test_configure_keeps_parameters_and_starts_moments_anew(actor, critic):
   np.testing.assert_array_equal(before, after)
   metrics = actor.update_policy(sequences, np.ones(4))
   assert metrics["actor/lr"] == pytest.approx(5e-3)
+
+
+def test_the_critic_learns_first(actor, critic):
+  """The seed's lines: scheduler = CriticWarmupScheduler(...), trainer.step(...)."""
+  scheduler = CriticWarmupScheduler(critic=critic, warmup_steps=2, full_steps=4)
+  trainer = Trainer(actor, critic, lr=1e-2, config={"critic.cliprange_value": 1e3})
+  batch = actor.generate_sequences(PROMPTS)
+  batch = critic.compute_advantages(batch, np.arange(4.0))
+  plain = batch.returns
+  before = actor.compute_log_probs(batch).old_log_probs
+  steps = []
+  for _ in range(4):
+    batch = trainer.compute_advantages(batch)
+    steps.append(trainer.step(batch, critic_scheduler=scheduler))
+    if scheduler.step == 2:
+      after = actor.compute_log_probs(batch).old_log_probs
+      np.testing.assert_array_equal(before, after)
+  alone = [math.isnan(step["actor_loss"]) for step in steps]
+  assert alone == [True, True, False, False]
+  assert [step["critic/share"] for step in steps] == [0, 0, 0.5, 1]
+  assert steps[1]["critic_loss"] < steps[0]["critic_loss"]
+  # A fresh head, lambda = 1: returns are rewards to go, with or without the critic.
+  np.testing.assert_allclose(plain[batch.mask], batch.returns[batch.mask], rtol=1e-5)
+  other = CriticWarmupScheduler(critic, 2, 4)
+  other.restore(scheduler.state())
+  assert (other.step, other.share, other.actor_learns) == (4, 1.0, True)
+  foreign = CriticWarmupScheduler(actor, 2, 4)
+  with pytest.raises(JaxrlError, match="of the trainer's own critic"):
+    trainer.step(batch, critic_scheduler=foreign)
 
 
 def test_remax_compares_with_the_greedy_answer(places):
