@@ -250,9 +250,14 @@ class HFModelWrapper:
 
     Raises:
       DataError: rewards of another shape, or not finite; or the algorithm needs
-        greedy baselines, which ``DataCollector`` adds, and there are none.
+        greedy baselines, which ``DataCollector`` adds, or the scores of each reward
+        function, and there are none.
     """
     batch = with_rewards(batch, rewards)
+    if self.algorithm.needs_old_log_probs:
+      batch = self.compute_log_probs(batch)
+    if self.algorithm.needs_collision:
+      batch = self._as(Actor).compute_collision(batch)
     if self.algorithm.needs_critic:
       batch = self.compute_values(batch)
     return self.estimate_advantages(batch)
@@ -265,6 +270,11 @@ class HFModelWrapper:
       critic_share: of the critic in the advantages (``warmup.take_over``).
     """
     algorithm = self.algorithm
+    if algorithm.needs_terms and not batch.score_terms:
+      raise DataError(
+        f"{self._plan.config.algorithm.name}: expected score_terms and score_weights "
+        "in the batch (batch.with_fields), one per reward function, got none"
+      )
     if algorithm.needs_greedy_baseline and batch.baseline_scores is None:
       raise DataError(
         f"{self._plan.config.algorithm.name}: expected baseline_scores in the batch, "

@@ -168,8 +168,10 @@ def test_remax_compares_with_the_greedy_answer(places):
   expected = batch.response_lengths - np.repeat(greedy, 3)
   np.testing.assert_allclose(batch.advantages[:, 0], expected)
   plain = actor.generate_sequences(PROMPTS)
-  with pytest.raises(JaxrlError, match="remax: expected baseline_scores"):
-    actor.compute_advantages(plain, np.ones(4))
+  for name, words in (("remax", "baseline_scores"), ("gdpo", "score_terms")):
+    actor = load(places / "lm", **{"algorithm.name": name, "rollout.n": 2})
+    with pytest.raises(JaxrlError, match=f"{name}: expected {words}"):
+      actor.compute_advantages(plain, np.ones(4))
 
 
 def test_wrong_arguments_are_named(actor, critic):
