@@ -310,6 +310,7 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   }
   return ActorSettings(
     **shared,
+    bypass=config.algorithm.rollout_correction.bypass_mode,
     temperature=config.rollout.temperature,
     logprob_chunk=config.model.logprob_chunk,
     mini_rows=sizes.mini_sequences,

@@ -15,6 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from jaxrl_hybrid import algorithm_checks
 from jaxrl_hybrid import config_checks as checks
 from jaxrl_hybrid.algorithms import presets
 from jaxrl_hybrid.algorithms.registry import LOSS_KNOBS, POLICY_LOSSES
@@ -140,6 +141,16 @@ def base() -> ConfigDict:
         use_kl_in_reward=False,
         kl_penalty="k1",
         kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000),
+        # For the gap between the engine's log-probs and the trainer's.
+        rollout_correction=dict(
+          rollout_is="off",  # off | token | sequence: importance weights
+          rollout_is_threshold=2.0,  # that are cut here
+          rollout_is_lower=optional(float),  # if set: 0 outside of both (IcePop)
+          rollout_is_batch_normalize=False,
+          rollout_rs=(),  # what is left out: token_k1, seq_mean_k3, ...
+          rollout_rs_threshold=(),  # one for each of them
+          bypass_mode=False,  # the engine's log-probs are the old ones
+        ),
       ),
       actor=dict(
         policy_loss=optional(str),
@@ -289,8 +300,9 @@ def validate(config: ConfigDict, *, training: bool = True) -> Sizes:
   checks.check_mesh(config)
   checks.check_rewards(config)
   checks.check_reward_model(config)
-  checks.check_algorithm(config)
+  algorithm_checks.check_algorithm(config)
   _warn_of_unused_knobs(config)
+  checks.check_warmup(config)
   checks.check_lora(config)
   if training:
     checks.check_data(config)

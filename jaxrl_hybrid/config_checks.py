@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid.algorithms import kl, reduce
+from jaxrl_hybrid.algorithms.correction import LEVELS
 from jaxrl_hybrid.algorithms.registry import (
   ESTIMATORS,
   POLICY_LOSSES,
-  TERMS,
 )
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.decoder import REMAT
@@ -27,6 +26,7 @@ def check_choices(config: ConfigDict) -> None:
     "algorithm.adv_estimator": ESTIMATORS,
     "algorithm.kl_penalty": kl.ESTIMATORS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": LEVELS,
     "actor.policy_loss": POLICY_LOSSES,
     "actor.loss_agg_mode": reduce.AGGREGATIONS,
     "actor.kl_loss_type": kl.LOSSES,
@@ -217,48 +217,8 @@ def check_reward_model(config: ConfigDict) -> None:
     _require(config, "reward_model.max_length", lambda v: v > 0, "> 0")
 
 
-def check_algorithm(config: ConfigDict) -> None:
-  """What the advantage estimator and the policy loss need and do not use."""
-  algorithm = config.algorithm
-  estimator = ESTIMATORS[algorithm.adv_estimator]
-  if config.rollout.n < estimator.min_group_size:
-    raise ConfigError(
-      f"rollout.n: algorithm {algorithm.name!r} compares the samples of a prompt "
-      f"and needs rollout.n >= {estimator.min_group_size}, got {config.rollout.n}; set "
-      "--config.rollout.n=8 or use --config.algorithm.name=ppo or remax"
-    )
-  if TERMS in estimator.needs:
-    _check_terms(config)
-  if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":
-    logging.warning(
-      "actor.kl_loss_type=k1: its gradient is 0 on average, so the loss holds nothing; "
-      "k2, k3 and k1+ (the value of k1 with the gradient of k2) do"
-    )
-  _check_warmup(config)
-  if config.actor.router_aux_loss_coef and config.mesh.train[0] > 1:
-    raise ConfigError(
-      "actor.router_aux_loss_coef: expected 0 with pp > 1 (stages of a pipeline do not "
-      f"tell the load of their experts), got {config.actor.router_aux_loss_coef} and "
-      f"mesh.train={tuple(config.mesh.train)}"
-    )
-
-
-def _check_terms(config: ConfigDict) -> None:
-  """An estimator that reads each reward function's score sees nothing else."""
-  algorithm = config.algorithm
-  for key, off in (
-    ("use_kl_in_reward", False),
-    ("normalize_rewards", False),
-    ("reward_clip", None),
-  ):
-    if algorithm[key] != off:
-      raise ConfigError(
-        f"algorithm.{key}: {algorithm.adv_estimator} looks at each reward function by "
-        f"itself, where this has no effect; expected {off}, got {algorithm[key]}"
-      )
-
-
-def _check_warmup(config: ConfigDict) -> None:
+def check_warmup(config: ConfigDict) -> None:
+  """How the critic takes over."""
   critic = config.critic
   _require(
     config,

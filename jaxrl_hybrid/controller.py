@@ -6,7 +6,8 @@ devices are the workers' business. Deliberate differences from the HybridFlow
 paper's listing:
 
 1. The old log-probs are recomputed only when they can differ from the current
-   ones (several updates per batch) or are needed earlier (KL in the reward).
+   ones (several updates per batch) or are needed earlier (KL in the reward,
+   rollout correction).
 2. A single update per batch uses its own log-probs as the old ones: exact.
 3. Reward functions start with rows that have ended while others still decode.
 """
@@ -104,9 +105,8 @@ class Controller:
       batch = batch.with_fields(metrics=learned)
       if greedy is not None:
         batch = self.add_greedy_baseline(batch, greedy)
-    if self._needs_old_log_probs(batch):
-      with timers("old_log_prob"):
-        batch = self.actor.compute_log_probs(batch)
+    with timers("old_log_prob"):
+      batch = self.actor.compute_old_log_probs(batch, self.algorithm)
     if self.algorithm.needs_collision:
       with timers("collision"):
         batch = self.actor.compute_collision(batch)
@@ -216,11 +216,6 @@ class Controller:
       name: {"params": role.state.store.params, "opt_state": role.state.store.opt_state}
       for name, role in self._trained()
     }
-
-  def _needs_old_log_probs(self, batch: Batch) -> bool:
-    return (
-      self.algorithm.needs_old_log_probs or self.actor.updates_per_batch(len(batch)) > 1
-    )
 
   def _is_due(self, frequency: int) -> bool:
     last = self.step == self.settings.total_steps

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_hybrid import adapting, config_checks, model_source
 from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid.algorithms.correction import Correction
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.data import files, weighting
 from jaxrl_hybrid.data import prompts as prompts_lib
@@ -153,6 +154,7 @@ def _longest(config: ConfigDict) -> int:
 def make_algorithm(config: ConfigDict) -> Algorithm:
   """The algorithm section, resolved."""
   algorithm = config.algorithm
+  correction = algorithm.rollout_correction
   return Algorithm(
     adv_estimator=algorithm.adv_estimator,
     gamma=algorithm.gamma,
@@ -161,6 +163,14 @@ def make_algorithm(config: ConfigDict) -> Algorithm:
     whiten_advantages=algorithm.whiten_advantages,
     use_kl_in_reward=algorithm.use_kl_in_reward,
     kl_penalty=algorithm.kl_penalty,
+    correction=Correction(
+      rollout_is=correction.rollout_is,
+      threshold=correction.rollout_is_threshold,
+      lower=correction.rollout_is_lower,
+      batch_normalize=correction.rollout_is_batch_normalize,
+      rejections=tuple(zip(correction.rollout_rs, correction.rollout_rs_threshold)),
+      bypass=correction.bypass_mode,
+    ),
   )
 
 

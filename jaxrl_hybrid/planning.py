@@ -316,20 +316,25 @@ class Planner:
     return sum(abstract.host_bytes(tree) for tree in trees)
 
   def _needs_old_log_probs(self) -> bool:
-    sequences = self._plan.sizes.sequences
-    several = self.actor.updates_per_batch(sequences) > 1
-    return several or self._algorithm.needs_old_log_probs
+    updates = self.actor.updates_per_batch(self._plan.sizes.sequences)
+    return self._algorithm.recomputes_old_log_probs(updates)
 
   def _actor_columns(self) -> dict[str, Any]:
-    known = self._needs_old_log_probs()
-    names = ["advantages", "old_log_probs" if known else "rollout_log_probs"]
-    names += ["ref_log_probs"] if self.reference else []
-    columns = dict.fromkeys(names, np.float32)
+    known, correction = self._needs_old_log_probs(), self._algorithm.correction
+    wanted = {
+      "advantages": True,
+      "old_log_probs": known or correction.bypass,
+      "rollout_log_probs": not known,
+      "ref_log_probs": self.reference is not None,
+      "is_weights": correction.rollout_is != "off",
+    }
+    names = [name for name, is_there in wanted.items() if is_there]
+    found: dict[str, Any] = dict.fromkeys(names, np.float32)
     if self._plan.config.actor.router_aux_loss_coef:
-      columns["real"] = np.bool_
+      found["real"] = np.bool_
     if POLICY_LOSSES[self._plan.config.actor.policy_loss].select:
-      columns["selected"] = np.bool_
-    return columns
+      found["selected"] = np.bool_
+    return found
 
 
 def _estimates(plan: Plan) -> dict[str, plan_model.Model]:

@@ -76,6 +76,7 @@ class Batch:
   old_log_probs: np.ndarray | None = None  # float32 [N, R], by the trainer
   ref_log_probs: np.ndarray | None = None  # float32 [N, R]
   is_weights: np.ndarray | None = None  # float32 [N, R], factors of the policy loss
+  policy_mask: np.ndarray | None = None  # bool [N, R], of ``mask``; None: all of it
   collision: np.ndarray | None = None  # float32 [N, R], sum of squared probabilities
   values: np.ndarray | None = None  # float32 [N, R]
   scores: np.ndarray | None = None  # float32 [N], weighted sum of rewards

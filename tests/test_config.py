@@ -185,6 +185,40 @@ def test_gdpo_looks_at_nothing_but_the_reward_functions(override):
   assert override.split("=")[0] in message and "no effect" in message
 
 
+CORRECTION = "--config.algorithm.rollout_correction."
+
+
+@pytest.mark.parametrize(
+  "overrides,words",
+  [
+    (["rollout_is=tokens"], ["rollout_is", "'token'"]),
+    (["rollout_is_lower=3.0"], ["rollout_is_lower", "3.0 and 2.0"]),
+    (["rollout_rs=('seq_k1',)"], ["rollout_rs", "seq_k1", "seq_mean_k1"]),
+    (["rollout_rs=('token_k2',)"], ["rollout_rs_threshold", "a number for each"]),
+    (
+      ["rollout_rs=('token_k1',)", "rollout_rs_threshold=(1.0,)"],
+      ["> 1 for k1", "(1.0,)"],
+    ),
+    (["bypass_mode=True", "rollout_is=token"], ["corrects already", "reinforce"]),
+  ],
+)
+def test_wrong_rollout_corrections_are_named(overrides, words):
+  message = fails(*(CORRECTION + override for override in overrides))
+  assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    ["rollout_is=token", "rollout_is_lower=0.5"],
+    ["rollout_rs=('seq_mean_k1','token_k3')", "rollout_rs_threshold=(1.01,2)"],
+    ["bypass_mode=True", "rollout_rs=('seq_mean_k3',)", "rollout_rs_threshold=(0.1,)"],
+  ],
+)
+def test_right_rollout_corrections_are_taken(overrides):
+  config_lib.validate(load(*(CORRECTION + override for override in overrides)))
+
+
 def test_clip_ratio_alone_has_an_effect():
   config = load("--config.actor.clip_ratio=0.1")
   assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.1, 0.1)

@@ -10,7 +10,15 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 LAYERS = [
   {"api", "controller", "build", "adapting", "inspection", "model_source", "cli"}
   | {"evaluation", "run_plan", "role_params"}
-  | {"config", "config_checks", "config_reader", "train", "evaluate", "export"}
+  | {
+    "config",
+    "config_checks",
+    "algorithm_checks",
+    "config_reader",
+    "train",
+    "evaluate",
+    "export",
+  }
   | {"plan", "plan_model", "plan_report", "planning", "tools"},
   {"workers", "data", "rewards", "runtime"},
   {"rollout", "parallel", "models"},

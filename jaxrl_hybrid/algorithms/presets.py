@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_hybrid.algorithms.correction import Correction
 from jaxrl_hybrid.algorithms.registry import (
   COLLISION,
   ESTIMATORS,
@@ -106,6 +107,7 @@ class Algorithm:
     whiten_advantages: over all tokens of the batch.
     use_kl_in_reward: subtract ``coef * kl`` from each token's reward.
     kl_penalty: estimator of that KL.
+    correction: of the rollout.
   """
 
   adv_estimator: str
@@ -115,6 +117,7 @@ class Algorithm:
   whiten_advantages: bool
   use_kl_in_reward: bool
   kl_penalty: str
+  correction: Correction = Correction()
 
   @property
   def needs_critic(self) -> bool:
@@ -131,10 +134,16 @@ class Algorithm:
     """Whether the sums of squared probabilities are part of the estimator."""
     return self._needs(COLLISION)
 
-  @property
-  def needs_old_log_probs(self) -> bool:
-    """Whether something before the update looks at the trainer's log-probs."""
-    return self.use_kl_in_reward or self.needs_collision
+  def recomputes_old_log_probs(self, updates: int) -> bool:
+    """Whether the trainer's log-probs are computed before the update.
+
+    Args:
+      updates: optimizer steps that a batch is for.
+    """
+    if self.correction.active:
+      return True
+    wanted = self.use_kl_in_reward or self.needs_collision or updates > 1
+    return wanted and not self.correction.bypass
 
   @property
   def needs_terms(self) -> bool:

@@ -229,8 +229,8 @@ class HFModelWrapper:
         "actor.use_kl_loss: expected a batch with ref_log_probs, got none; add them by "
         "compute_ref_log_probs of a wrapper of the reference model"
       )
-    if batch.old_log_probs is None and actor.updates_per_batch(len(batch)) > 1:
-      batch = actor.compute_log_probs(batch)
+    if batch.old_log_probs is None:
+      batch = actor.compute_old_log_probs(batch, self.algorithm)
     return actor.update_policy(batch)
 
   # A critic.

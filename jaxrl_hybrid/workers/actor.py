@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxrl_hybrid.algorithms import kl, reduce
+from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.registry import POLICY_LOSSES
 from jaxrl_hybrid.models.decoder import Decoder
 from jaxrl_hybrid.models.params import Params
@@ -57,6 +58,7 @@ class ActorSettings:
   mini_rows: int
   micro_rows: int
   seed: int
+  bypass: bool = False  # old log-probs are the engine's
   # Of some policy losses only.
   clip_cov_ratio: float = 2e-4
   clip_cov_lb: float = 1.0
@@ -158,6 +160,13 @@ class Actor:
     )
     return batch.with_fields(old_log_probs=old, metrics=metrics)
 
+  def compute_old_log_probs(self, batch: Batch, algorithm: Algorithm) -> Batch:
+    """Adds ``old_log_probs`` if anything needs them, and the rollout correction."""
+    updates = self.updates_per_batch(len(batch))
+    if algorithm.recomputes_old_log_probs(updates):
+      batch = self.compute_log_probs(batch)
+    return algorithm.correction.correct(batch)
+
   def compute_collision(self, batch: Batch) -> Batch:
     """Adds ``collision``, sums over the vocabulary of squared probabilities."""
     return batch.with_fields(collision=self.collision(self.state.weights, batch))
@@ -171,6 +180,8 @@ class Actor:
     assert batch.old_log_probs is not None or self.updates_per_batch(len(batch)) == 1, (
       "several updates of a batch need its old_log_probs"
     )
+    if batch.policy_mask is not None:
+      batch = batch.with_fields(loss_mask=batch.policy_mask)
     self.release_generation_weights()
     settings, pending = self._settings, []
     lr = self._schedule(self.state.updates)
@@ -207,10 +218,11 @@ class Actor:
     """Tokens that the policy loss treats in another way: bool ``[N, R]``.
 
     Chosen of the whole mini-batch by the log-probs of the current weights, which take
-    a forward pass of their own, except that of the first update are the old ones.
+    a forward pass of their own, except that of the first update are the old ones if
+    these are the trainer's.
     """
     current = old = mini.old_log_probs
-    if old is None or not first:
+    if old is None or not first or self._settings.bypass:
       current = self.log_probs(self.state.weights, mini)
     rng = np.random.default_rng((self._settings.seed, self.state.updates))
     return self._loss.select(

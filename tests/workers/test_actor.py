@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_hybrid.algorithms.correction import Correction
+from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.models.hf import export, load
 from jaxrl_hybrid.models.spec import ExpertSpec
 from jaxrl_hybrid.workers.actor import GAP_MAX, GAP_MEAN
@@ -225,6 +227,51 @@ def test_importance_weights_are_factors_of_the_policy_loss(off_policy, result):
   assert metrics["actor/loss"] == pytest.approx(2 * result[0]["actor/loss"], rel=1e-5)
   half = jax.tree.map(lambda x: x / 2, grad)
   assert tiny.largest(jax.tree.map(lambda a, b: a - b, half, result[1])) < 1e-5
+
+
+def test_a_policy_mask_leaves_tokens_out_of_the_update(off_policy):
+  kept = np.ones((4, 6), bool)
+  kept[1, 1:3] = kept[0] = False
+  rejected = tiny.update(off_policy.with_fields(policy_mask=kept))
+  tiny.assert_same_update(rejected, tiny.update(off_policy.with_fields(loss_mask=kept)))
+
+
+def make_algorithm(**options):
+  return Algorithm(
+    adv_estimator="grpo",
+    gamma=1.0,
+    lam=1.0,
+    norm_adv_by_std=True,
+    whiten_advantages=False,
+    use_kl_in_reward=False,
+    kl_penalty="k1",
+    correction=Correction(**options),
+  )
+
+
+def test_old_log_probs_are_computed_where_they_are_needed(scored):
+  fresh = dataclasses.replace(scored, old_log_probs=None, metrics={})
+  once, twice = tiny.make_actor(), tiny.make_actor(ppo_epochs=2)
+  assert once.compute_old_log_probs(fresh, make_algorithm()).old_log_probs is None
+  found = twice.compute_old_log_probs(fresh, make_algorithm())
+  np.testing.assert_array_equal(found.old_log_probs, scored.old_log_probs)
+  found = once.compute_old_log_probs(fresh, make_algorithm(rollout_is="token"))
+  np.testing.assert_array_equal(found.old_log_probs, scored.old_log_probs)
+  assert found.is_weights is not None
+  found = twice.compute_old_log_probs(fresh, make_algorithm(bypass=True))
+  assert found.old_log_probs is fresh.rollout_log_probs and not found.metrics
+
+
+def test_in_bypass_mode_the_ratio_is_to_the_engine_and_the_gap_is_told(scored):
+  engine = scored.old_log_probs + LOG_PROBS
+  fresh = dataclasses.replace(
+    scored, old_log_probs=None, rollout_log_probs=engine, metrics={}
+  )
+  batch = tiny.make_actor().compute_old_log_probs(fresh, make_algorithm(bypass=True))
+  metrics, _ = tiny.update(batch)
+  gap = on(scored, scored.old_log_probs) - on(scored, engine)
+  assert metrics["actor/ppo_kl"] == pytest.approx(-gap.mean(), abs=1e-6)
+  assert metrics[GAP_MAX] == pytest.approx(np.abs(gap).max(), abs=1e-5)
 
 
 def test_the_collision_is_the_sum_of_squared_probabilities(scored):
