@@ -142,8 +142,13 @@ class Algorithm:
     """
     if self.correction.active:
       return True
-    wanted = self.use_kl_in_reward or self.needs_collision or updates > 1
+    wanted = self.needs_old_log_probs or updates > 1
     return wanted and not self.correction.bypass
+
+  @property
+  def needs_old_log_probs(self) -> bool:
+    """Whether advantages look at them."""
+    return self.use_kl_in_reward or self.needs_collision
 
   @property
   def needs_terms(self) -> bool:

@@ -255,7 +255,7 @@ class HFModelWrapper:
     """
     batch = with_rewards(batch, rewards)
     if self.algorithm.needs_old_log_probs:
-      batch = self.compute_log_probs(batch)
+      batch = self._as(Actor).compute_old_log_probs(batch, self.algorithm)
     if self.algorithm.needs_collision:
       batch = self._as(Actor).compute_collision(batch)
     if self.algorithm.needs_critic:
