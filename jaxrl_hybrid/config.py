@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from jaxrl_hybrid import algorithm_checks
+from jaxrl_hybrid import algorithm_checks, user_files
 from jaxrl_hybrid import config_checks as checks
 from jaxrl_hybrid.algorithms import presets
 from jaxrl_hybrid.algorithms.registry import LOSS_KNOBS, POLICY_LOSSES
@@ -131,6 +131,7 @@ def base() -> ConfigDict:
       ),
       algorithm=dict(
         name="grpo",  # a preset; or an estimator or a loss: GRPO with that one
+        module="",  # the user's own file or module; it registers names for here
         adv_estimator=optional(str),
         gamma=1.0,
         lam=1.0,
@@ -249,6 +250,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     ConfigError: the algorithm's name is unknown.
   """
   config = config.copy_and_resolve_references()
+  load_module(config)
   checks.one_of(config, "algorithm.name", presets.names())
   checks.check_mesh(config)
   with config.unlocked():
@@ -275,6 +277,16 @@ def resolve(config: ConfigDict) -> ConfigDict:
       whole = max(1, per_shard // actor.ppo_micro_batch_size_per_device)
       config.mesh.pipeline_microbatches = whole if pp > 1 else 1
   return config
+
+
+def load_module(config: ConfigDict) -> None:
+  """Imports ``algorithm.module``, whose estimators and losses have names then.
+
+  Raises:
+    ConfigError: it is not there or fails.
+  """
+  if config.algorithm.module:
+    user_files.load(config.algorithm.module, "algorithm.module")
 
 
 def _default_micro(per_shard: int, pp: int) -> int:

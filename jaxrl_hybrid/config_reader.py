@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
-from jaxrl_hybrid.config import base, flatten
+from jaxrl_hybrid.config import base, flatten, load_module
 from jaxrl_hybrid.errors import ConfigError
 
 FREE = ("model.random", "reward_model.random")  # sections of any HF config fields
@@ -81,6 +81,7 @@ def from_run(path: str | Path) -> ConfigDict:
       if name not in section and ".".join(path_to) not in FREE:
         raise ConfigError(f"{path}: unknown key {key!r}, from another version?")
       section[name] = value
+  load_module(config)
   return config
 
 

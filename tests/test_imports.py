@@ -22,7 +22,7 @@ LAYERS = [
   | {"plan", "plan_model", "plan_report", "planning", "tools"},
   {"workers", "data", "rewards", "runtime"},
   {"rollout", "parallel", "models"},
-  {"ops", "algorithms", "types", "errors", "shapes"},
+  {"ops", "algorithms", "types", "errors", "shapes", "user_files"},
 ]
 
 

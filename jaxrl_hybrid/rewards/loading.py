@@ -13,20 +13,15 @@ Two shapes, each sync or async:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import pathlib
-import sys
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl_hybrid import user_files
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.rewards.builtin import BUILTINS
+from jaxrl_hybrid.user_files import nearest
 
 PER_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("prompts", "completions", "completion_ids")
@@ -103,8 +98,7 @@ def load_object(reference: str, what: str) -> Any:
       f"{what}: expected 'path/to/file.py:function' or 'package.module:function', got "
       f"{reference!r}"
     )
-  load = _load_file if place.endswith(".py") else _load_module
-  module = load(place, what)
+  module = user_files.load(place, what)
   if not hasattr(module, attribute):
     public = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
     raise ConfigError(
@@ -157,12 +151,6 @@ def reward_name(function: Callable[..., Any]) -> str:
     return reward_name(function.func)
   name = getattr(function, "__name__", None)
   return name.strip("<>") if isinstance(name, str) else type(function).__name__
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-  """Returns "; did you mean 'x'?" with the known names close to name, or ""."""
-  close = difflib.get_close_matches(name, list(known), n=3)
-  return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def sample_arguments(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -237,39 +225,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
     function = function.func
   call = getattr(function, "__call__", None)
   return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-def _load_module(name: str, what: str) -> types.ModuleType:
-  try:
-    return importlib.import_module(name)
-  except (Exception, SystemExit) as error:
-    raise ConfigError(
-      f"{what}: expected an importable module, got {name!r}, which fails with "
-      f"{type(error).__name__}: {error}"
-    ) from error
-
-
-def _load_file(place: str, what: str) -> types.ModuleType:
-  path = pathlib.Path(place).expanduser().resolve()
-  if not path.is_file():
-    near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    raise ConfigError(
-      f"{what}: expected a Python file, got {place!r}, which does not exist"
-      f"{nearest(path.name, near)}"
-    )
-  digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-  name = f"jaxrl_reward_{path.stem}_{digest}"
-  if name in sys.modules:  # two functions of one file share its state
-    return sys.modules[name]
-  spec = importlib.util.spec_from_file_location(name, path)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  try:
-    spec.loader.exec_module(module)
-  except (Exception, SystemExit) as error:
-    del sys.modules[name]
-    raise ConfigError(
-      f"{what}: {place} fails on import with {type(error).__name__}: {error}"
-    ) from error
-  return module

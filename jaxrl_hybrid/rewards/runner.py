@@ -16,6 +16,7 @@ from jaxrl_hybrid.rewards import loading
 from jaxrl_hybrid.rewards.early import EarlyScores, Outcomes
 from jaxrl_hybrid.rewards.execution import Executor, Failure
 from jaxrl_hybrid.types import Prompt
+from jaxrl_hybrid.user_files import nearest
 
 _POLICIES = ("raise", "skip", "zero")
 _HEAD = 200  # characters of prompt and completion shown in messages
@@ -209,7 +210,7 @@ class RewardRunner:
       raise RewardError(
         f"reward {function.name!r} takes the parameter {missing[0]!r}: expected a "
         f"data column of this name, got {', '.join(sorted(columns))}"
-        f"{loading.nearest(missing[0], columns)}"
+        f"{nearest(missing[0], columns)}"
       )
     count, call = len(samples.texts), functools.partial(function, **columns)
     ((_, values),) = self._executor.run([call], function.is_async)
@@ -329,7 +330,7 @@ def _check_arguments(
   if on_error not in _POLICIES:
     raise ConfigError(
       f"rewards.on_error: expected {', '.join(_POLICIES)}, got {on_error!r}"
-      f"{loading.nearest(str(on_error), _POLICIES)}"
+      f"{nearest(str(on_error), _POLICIES)}"
     )
   if not timeout_s > 0:
     raise ConfigError(f"rewards.timeout_s: expected more than 0, got {timeout_s}")
