@@ -25,6 +25,7 @@ def check_algorithm(config: ConfigDict) -> None:
       "--config.rollout.n=8 or use --config.algorithm.name=ppo or remax"
     )
   check_correction(config)
+  _check_filter(config)
   if TERMS in estimator.needs:
     _check_terms(config)
   if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":
@@ -72,6 +73,26 @@ def check_correction(config: ConfigDict) -> None:
       f"{where}: with bypass_mode the ratio of actor.policy_loss={loss} corrects "
       f"already; expected rollout_is=off, or one of {NO_RATIO}, got "
       f"rollout_is={section.rollout_is}"
+    )
+
+
+def _check_filter(config: ConfigDict) -> None:
+  section = config.algorithm.filter_groups
+  if section.max_num_gen_batches < 1:
+    raise ConfigError(
+      "algorithm.filter_groups.max_num_gen_batches: expected >= 1, got "
+      f"{section.max_num_gen_batches}"
+    )
+  if section.enable and config.rollout.n < 2:
+    raise ConfigError(
+      "algorithm.filter_groups: a group of one sample is never mixed; expected "
+      f"rollout.n >= 2, got {config.rollout.n}"
+    )
+  longest, buffer = config.data.max_response_length, config.rewards.overlong_buffer
+  if not 0 <= buffer <= longest:
+    raise ConfigError(
+      "rewards.overlong_buffer: expected 0 (off) to "
+      f"data.max_response_length={longest}, got {buffer}"
     )
 
 

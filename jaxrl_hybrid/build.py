@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
+from jaxrl_hybrid.algorithms.filtering import GroupFilter
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.running import RewardShaper
@@ -73,6 +74,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     shaper=RewardShaper(
       config.algorithm.normalize_rewards, config.algorithm.reward_clip
     ),
+    group_filter=_group_filter(config),
     stream=plan.stream,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
@@ -91,6 +93,13 @@ def _critic_warmup(config: ConfigDict, algorithm: Algorithm) -> CriticWarmup:
     return CriticWarmup(0, 0)
   critic = config.critic
   return CriticWarmup(critic.warmup, critic.full_steps, critic.warmup_explained_var)
+
+
+def _group_filter(config: ConfigDict) -> GroupFilter | None:
+  section = config.algorithm.filter_groups
+  if not section.enable:
+    return None
+  return GroupFilter(section.metric, section.max_num_gen_batches)
 
 
 def make_kl_controller(config: ConfigDict) -> KLController:

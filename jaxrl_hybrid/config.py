@@ -121,6 +121,8 @@ def base() -> ConfigDict:
         timeout_s=60.0,
         num_workers=8,
         skip_special_tokens=True,
+        overlong_buffer=0,  # last tokens before max_response_length with a penalty
+        overlong_penalty=1.0,  # at max_response_length
       ),
       # One more term of the reward: a sequence classifier with one label.
       reward_model=dict(
@@ -142,6 +144,12 @@ def base() -> ConfigDict:
         use_kl_in_reward=False,
         kl_penalty="k1",
         kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000),
+        # DAPO: sample until enough groups have samples of different scores.
+        filter_groups=dict(
+          enable=optional(bool),
+          metric="",  # a reward function's name; empty: the whole score
+          max_num_gen_batches=10,
+        ),
         # For the gap between the engine's log-probs and the trainer's.
         rollout_correction=dict(
           rollout_is="off",  # off | token | sequence: importance weights

@@ -57,6 +57,7 @@ def check_ranges(config: ConfigDict) -> None:
     "rollout.prefill_tokens",
     "rollout.repetition_penalty",
     "rewards.timeout_s",
+    "rewards.overlong_penalty",
     "rewards.num_workers",
     "actor.ppo_mini_batch_size",
     "actor.ppo_micro_batch_size_per_device",

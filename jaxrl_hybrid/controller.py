@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_hybrid import evaluation
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
+from jaxrl_hybrid.algorithms.filtering import GroupFilter
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.running import RewardShaper
@@ -56,6 +57,7 @@ class Controller:
   critic: Critic | None
   kl_controller: KLController
   shaper: RewardShaper
+  group_filter: GroupFilter | None
   stream: PromptStream | DynamicStream
   eval_prompts: Sequence[Prompt]
   settings: ConfigDict  # the trainer section
@@ -89,22 +91,7 @@ class Controller:
 
   def train_step(self, timers: Timers) -> Metrics:
     """One step of the algorithm: the lines of the paper."""
-    prompts = self.stream.next(self.step)
-    samples = self.actor.generator.settings.n
-    watch = self.reward.watch([p for p in prompts for _ in range(samples)])
-    with timers("gen"):
-      batch = self.actor.generate_sequences(prompts, on_finished=watch)
-    greedy = None
-    if self.algorithm.needs_greedy_baseline:
-      with timers("gen_baseline"):
-        greedy = self.actor.generate_sequences(prompts, greedy=True)
-    self.actor.release_generation_weights()
-    with timers("reward"):
-      batch = self.reward.compute_rewards(batch, watch)
-      learned = self.stream.learn(batch.prompts, batch.scores)
-      batch = batch.with_fields(metrics=learned)
-      if greedy is not None:
-        batch = self.add_greedy_baseline(batch, greedy)
+    batch = self.collect(timers)
     with timers("old_log_prob"):
       batch = self.actor.compute_old_log_probs(batch, self.algorithm)
     if self.algorithm.needs_collision:
@@ -134,6 +121,35 @@ class Controller:
     metrics |= self._warm_up(metrics)
     self._show(batch)
     return metrics
+
+  def collect(self, timers: Timers) -> Batch:
+    """The scored samples of a step; DAPO samples until enough groups are mixed."""
+    if self.group_filter is None:
+      return self.roll_out(timers)
+    batch = self.group_filter.collect(lambda: self.roll_out(timers))
+    self.actor.release_generation_weights()
+    return batch
+
+  def roll_out(self, timers: Timers) -> Batch:
+    """Scored samples of new prompts, and scores of greedy ones where needed."""
+    prompts = self.stream.next(self.step)
+    samples = self.actor.generator.settings.n
+    watch = self.reward.watch([p for p in prompts for _ in range(samples)])
+    with timers("gen"):
+      batch = self.actor.generate_sequences(prompts, on_finished=watch)
+    greedy = None
+    if self.algorithm.needs_greedy_baseline:
+      with timers("gen_baseline"):
+        greedy = self.actor.generate_sequences(prompts, greedy=True)
+    if self.reward.model or self.group_filter is None:  # else there may be more
+      self.actor.release_generation_weights()
+    with timers("reward"):
+      batch = self.reward.compute_rewards(batch, watch)
+      learned = self.stream.learn(batch.prompts, batch.scores)
+      batch = batch.with_fields(metrics=learned)
+      if greedy is not None:
+        batch = self.add_greedy_baseline(batch, greedy)
+    return batch
 
   def add_greedy_baseline(self, batch: Batch, greedy: Batch) -> Batch:
     """ReMax: the score of each prompt's greedy completion, by draw id."""

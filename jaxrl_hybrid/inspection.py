@@ -30,7 +30,7 @@ from jaxrl_hybrid.rewards.runner import RewardRunner
 from jaxrl_hybrid.run_plan import Plan, layouts_of
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import Prompt
-from jaxrl_hybrid.workers.reward import RewardWorker
+from jaxrl_hybrid.workers.reward import OVERLONG, Overlong, RewardWorker
 from jaxrl_hybrid.workers.reward_model import NAME as REWARD_MODEL
 
 
@@ -177,9 +177,13 @@ def make_algorithm(config: ConfigDict) -> Algorithm:
 def _reward(config: ConfigDict, tokenizer: Any, min_group_size: int) -> RewardWorker:
   rewards = config.rewards
   functions = [loading.load_reward(reference) for reference in rewards.functions]
-  given = []
+  given, overlong = [], None
   if config_checks.has_reward_model(config):
-    given = [(REWARD_MODEL, config.reward_model.weight)]
+    given.append((REWARD_MODEL, config.reward_model.weight))
+  if rewards.overlong_buffer:
+    given.append((OVERLONG, 1.0))
+    longest = config.data.max_response_length
+    overlong = Overlong(longest, rewards.overlong_buffer, rewards.overlong_penalty)
   runner = RewardRunner(
     [(loading.reward_name(f), f) for f in functions],
     tuple(rewards.weights),
@@ -193,6 +197,7 @@ def _reward(config: ConfigDict, tokenizer: Any, min_group_size: int) -> RewardWo
     runner,
     min_group_size=min_group_size,
     skip_special_tokens=rewards.skip_special_tokens,
+    overlong=overlong,
   )
 
 

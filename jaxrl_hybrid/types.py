@@ -32,6 +32,7 @@ import numpy as np
 STOP = "stop"  # finish reason: an EOS id was sampled
 STOP_STRING = "stop_string"  # finish reason: the text has a string of rollout.stop
 LENGTH = "length"  # finish reason: max_response_length was reached
+LISTS = ("prompts", "finish_reasons", "texts")  # fields with an item for each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,45 @@ class Batch:
       value = getattr(self, field.name)
       if isinstance(value, np.ndarray):
         changed[field.name] = value[rows]
-      elif field.name in ("prompts", "finish_reasons", "texts"):
+      elif field.name in LISTS:
         changed[field.name] = None if value is None else [value[i] for i in rows]
     changed["score_terms"] = {k: v[rows] for k, v in self.score_terms.items()}
     return dataclasses.replace(self, **changed)
+
+  @classmethod
+  def concat(cls, parts: Sequence[Batch]) -> Batch:
+    """The rows of several batches; a field must be in all of them or in none.
+
+    Metrics are means over the parts that have them, ``*_count`` their sums.
+    """
+    width = max(part.response_ids.shape[1] for part in parts)
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+      values = [getattr(part, field.name) for part in parts]
+      if isinstance(values[0], np.ndarray):
+        changed[field.name] = np.concatenate([_widened(x, width) for x in values])
+      elif (
+        field.name in ("prompts", "finish_reasons", "texts") and values[0] is not None
+      ):
+        changed[field.name] = [item for value in values for item in value]
+    changed["score_terms"] = {
+      name: np.concatenate([part.score_terms[name] for part in parts])
+      for name in parts[0].score_terms
+      if all(name in part.score_terms for part in parts)
+    }
+    changed["metrics"] = _merged([part.metrics for part in parts])
+    return dataclasses.replace(parts[0], **changed)
+
+
+def _widened(x: np.ndarray, width: int) -> np.ndarray:
+  if x.ndim == 1:
+    return x
+  return np.pad(x, [(0, 0), (0, width - x.shape[1])])
+
+
+def _merged(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+  found: dict[str, float] = {}
+  for name in dict.fromkeys(name for metrics in parts for name in metrics):
+    values = [metrics[name] for metrics in parts if name in metrics]
+    found[name] = sum(values) / (1 if name.endswith("_count") else len(values))
+  return found

@@ -122,7 +122,7 @@ def test_the_algorithm_sets_defaults_that_can_be_overridden():
 
 NAMES = (
   "ppo remax grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg "
-  "dr_grpo gspo cispo sapo dppo gdpo grpo_passk otb "
+  "dapo dr_grpo gspo cispo sapo dppo gdpo grpo_passk otb "
   # and what is no preset but an estimator or a loss
   "gae optimal_token_baseline vanilla dppo_kl clip_cov kl_cov geo_mean dro reinforce"
 ).split()
@@ -133,7 +133,12 @@ def test_one_line_switches_the_algorithm(name):
   config = load(f"--config.algorithm.name={name}")
   config_lib.validate(config)
   parts = (config.algorithm.adv_estimator, config.actor.policy_loss)
-  own = {"dr_grpo": "grpo", "otb": "optimal_token_baseline", "dppo": "dppo_tv"}
+  own = {
+    "dr_grpo": "grpo",
+    "dapo": "grpo",
+    "otb": "optimal_token_baseline",
+    "dppo": "dppo_tv",
+  }
   assert name == "ppo" or own.get(name, name) in parts
   assert None not in (config.actor.clip_ratio_low, config.actor.loss_agg_mode)
 
@@ -183,6 +188,34 @@ def test_a_kl_loss_that_holds_nothing_is_said(caplog):
 def test_gdpo_looks_at_nothing_but_the_reward_functions(override):
   message = fails("--config.algorithm.name=gdpo", f"--config.algorithm.{override}")
   assert override.split("=")[0] in message and "no effect" in message
+
+
+def test_dapo_sets_its_parts():
+  config = load("--config.algorithm.name=dapo")
+  assert config.algorithm.filter_groups.enable
+  actor = config.actor
+  assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.28)
+  assert actor.loss_agg_mode == "token-mean"
+  assert not load().algorithm.filter_groups.enable
+
+
+@pytest.mark.parametrize(
+  "overrides,words",
+  [
+    (
+      ["algorithm.filter_groups.max_num_gen_batches=0"],
+      ["max_num_gen_batches", ">= 1"],
+    ),
+    (
+      ["algorithm.name=remax", "rollout.n=1", "algorithm.filter_groups.enable=True"],
+      ["filter_groups", "rollout.n >= 2"],
+    ),
+    (["rewards.overlong_buffer=6"], ["overlong_buffer", "max_response_length=5"]),
+  ],
+)
+def test_wrong_values_of_dapo_are_named(overrides, words):
+  message = fails(*(f"--config.{override}" for override in overrides))
+  assert all(word in message for word in words), message
 
 
 CORRECTION = "--config.algorithm.rollout_correction."

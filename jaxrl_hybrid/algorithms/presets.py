@@ -26,6 +26,7 @@ PLAIN: dict[str, Any] = {
   "actor.clip_ratio_low": 0.2,
   "actor.clip_ratio_high": 0.2,
   "actor.clip_ratio_c": 3.0,
+  "algorithm.filter_groups.enable": False,
 }
 
 
@@ -46,6 +47,9 @@ PRESETS: dict[str, dict[str, Any]] = {
   "dr_grpo": _preset(
     norm_adv_by_std_in_grpo=False, loss_agg_mode="seq-mean-token-sum-norm"
   ),
+  # Yu et al. 2025: clip-higher and dynamic sampling; overlong shaping, whose buffer
+  # depends on the task, is rewards.overlong_buffer.
+  "dapo": _preset(clip_ratio_high=0.28, enable=True),
   "grpo_passk": _preset(adv_estimator="grpo_passk"),
   "gdpo": _preset(adv_estimator="gdpo", whiten_advantages=True),
   "rloo": _preset(adv_estimator="rloo"),

@@ -264,6 +264,22 @@ def changed_config(asked: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
   return resolved
 
 
+def warn_of_run_only(config: ConfigDict) -> None:
+  """Settings of the training loop, which a loop of the caller's own does not have."""
+  algorithm = config.algorithm
+  ignored = {
+    "algorithm.filter_groups": algorithm.filter_groups.enable,
+    "algorithm.normalize_rewards": algorithm.normalize_rewards,
+    "algorithm.reward_clip": algorithm.reward_clip is not None,
+    "rewards.overlong_buffer": config.rewards.overlong_buffer > 0,
+  }
+  names = [name for name, is_set in ignored.items() if is_set]
+  if names:
+    logging.warning(
+      "%s: of runs by jaxrl_hybrid.train, not of a loop of your own", ", ".join(names)
+    )
+
+
 @contextlib.contextmanager
 def directory_of(model: Any, name_or_path: str | Path | None) -> Iterator[Path]:
   """The HF directory of a model; that of one in memory lives in here only.

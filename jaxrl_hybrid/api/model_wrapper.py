@@ -110,6 +110,7 @@ class HFModelWrapper:
         use_flash_attn, source.spec, asked.model.dtype
       )
       self._asked, settings = asked, config_lib.resolve(asked)
+      arguments.warn_of_run_only(settings)
       generates = kind == LM
       self._plan = inspection.inspect_model(settings, source, generates=generates)
       head = params_lib.LM if generates else params_lib.VALUE

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_hybrid.algorithms.filtering import overlong_penalty
 from jaxrl_hybrid.errors import RewardError
 from jaxrl_hybrid.parallel.multihost import is_primary
 from jaxrl_hybrid.rewards.early import EarlyScores, Outcomes
@@ -17,6 +18,8 @@ from jaxrl_hybrid.rollout.completions import Completions
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import STOP, Batch, Prompt
 from jaxrl_hybrid.workers.reward_model import NAME, RewardModel
+
+OVERLONG = "overlong"  # of its term
 
 
 class Watch:
@@ -50,6 +53,21 @@ class Watch:
     return {} if self._early is None else self._early.outcomes()
 
 
+@dataclasses.dataclass(frozen=True)
+class Overlong:
+  """One more term of the reward, for responses close to the limit.
+
+  Attributes:
+    longest: tokens of the longest response.
+    buffer: tokens before it where the penalty begins.
+    factor: of the penalty at ``longest``.
+  """
+
+  longest: int
+  buffer: int
+  factor: float
+
+
 class RewardWorker:
   """Scores finished sequences: functions on the host of process 0, and a model.
 
@@ -63,6 +81,7 @@ class RewardWorker:
     *,
     min_group_size: int = 1,
     skip_special_tokens: bool = True,
+    overlong: Overlong | None = None,
   ):
     """Keeps the arguments.
 
@@ -73,11 +92,13 @@ class RewardWorker:
         because samples were removed is removed as a whole.
       skip_special_tokens: reward functions see the text without EOS, padding and
         other special strings; False shows all of them but the EOS that ended it.
+      overlong: the term of this name that the runner is given, if there is one.
     """
     self._tokenizer = tokenizer
     self._runner = runner
     self._min_group_size = min_group_size
     self._skip_special_tokens = skip_special_tokens
+    self._overlong = overlong
     self.model: RewardModel | None = None
 
   def with_model(self, model: RewardModel) -> RewardWorker:
@@ -144,7 +165,7 @@ class RewardWorker:
     self, batch: Batch, texts: list[str], watch: Watch | None = None
   ) -> RewardResult:
     ids = [batch.response(i) for i in range(len(batch))]
-    given = {NAME: self.model.score(batch, texts)} if self.model else None
+    given = self._given(batch, texts)
 
     def score() -> RewardResult:
       early = watch.outcomes() if watch else None
@@ -152,6 +173,18 @@ class RewardWorker:
 
     found = processes.from_primary(lambda: dataclasses.asdict(score()))
     return RewardResult(**found)
+
+  def _given(self, batch: Batch, texts: list[str]) -> dict[str, Sequence[Any]]:
+    """N scores of each term that is no function."""
+    given: dict[str, Sequence[Any]] = {}
+    if self.model:
+      given[NAME] = self.model.score(batch, texts)
+    if self._overlong:
+      penalty = overlong_penalty(
+        batch.response_lengths, **dataclasses.asdict(self._overlong)
+      )
+      given[OVERLONG] = penalty.tolist()
+    return given
 
   def _texts(self, batch: Batch) -> list[str]:
     skip = self._skip_special_tokens

@@ -11,7 +11,7 @@ from jaxrl_hybrid.errors import RewardError
 from jaxrl_hybrid.rewards import RewardRunner
 from jaxrl_hybrid.rewards.execution import Failure
 from jaxrl_hybrid.types import LENGTH, STOP, Batch, Prompt
-from jaxrl_hybrid.workers.reward import RewardWorker
+from jaxrl_hybrid.workers.reward import OVERLONG, Overlong, RewardWorker
 
 WORDS = ["<pad>", "<eos>", "<|end|>", "one", "two", "three"]
 PAD, EOS, UNMARKED_EOS, ONE, TWO, THREE = range(6)
@@ -160,6 +160,18 @@ def test_bad_samples_and_small_groups_are_removed(
   assert scored.metrics["reward/bad_count"] == 1
   assert scored.metrics["reward/removed_count"] == 4 - len(kept)
   assert scored.metrics["critic/rewards/mean"] == 2 * np.mean(kept)
+
+
+def test_long_responses_are_a_term_of_the_reward():
+  worker = make_worker(
+    lambda solution_str: 1.0,
+    given=[(OVERLONG, 1.0)],
+    overlong=Overlong(longest=3, buffer=2, factor=0.5),
+  )
+  scored = worker.compute_rewards(make_batch(RESPONSES, [0, 0, 1, 1]))
+  assert scored.score_terms["overlong"].tolist() == [-0.5, 0, 0, -0.5]
+  assert scored.scores.tolist() == [1.5, 2, 2, 1.5]
+  assert scored.metrics["reward/overlong/mean"] == -0.25
 
 
 def test_nothing_left_is_an_error():
