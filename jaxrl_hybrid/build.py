@@ -144,6 +144,7 @@ def make_critic(plan: Plan, params: Params, frozen: Frozen | None = None) -> Cri
     ppo_epochs=config.actor.ppo_epochs,
     mini_rows=sizes.mini_sequences,
     micro_rows=sizes.micro_sequences,
+    share_rows=config.trainer.pack_sequences,
     seed=config.seed,
     normalize_values=config.critic.normalize_values,
   )
@@ -197,6 +198,7 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
     temperature=config.rollout.temperature,
     chunk=config.model.logprob_chunk,
     micro_rows=plan.sizes.micro_sequences,
+    share_rows=config.trainer.pack_sequences,
     on_host=config.offload.reference,
     shared=plan.lora is not None,
   )
@@ -226,6 +228,7 @@ def make_reward_model(plan: Plan, weights: Params) -> RewardModel:
     weights,
     own.train_layout,
     micro_rows=plan.sizes.micro_sequences,
+    share_rows=config.trainer.pack_sequences,
     max_length=plan.reward_model_length,
     encode=encode,
     on_host=config.offload.reward_model,
@@ -324,6 +327,7 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
     logprob_chunk=config.model.logprob_chunk,
     mini_rows=sizes.mini_sequences,
     micro_rows=sizes.micro_sequences,
+    share_rows=config.trainer.pack_sequences,
     seed=config.seed,
   )
 

@@ -213,6 +213,7 @@ def base() -> ConfigDict:
         resume_mode="auto",  # auto | disable
         export_hf=True,
         sample_rows=4,
+        pack_sequences=True,  # several in a row, where that saves rows
         compile_cache="",
       ),
     )

@@ -33,7 +33,7 @@ from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.generator import GREEDY
 from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward_model import RewardModel
-from jaxrl_hybrid.workers.training import TrainState, abstract_batch
+from jaxrl_hybrid.workers.training import TrainState, abstract_batch, shared_columns
 
 CRITIC_COLUMNS = ("returns", "old_values")
 BUFFERS, CACHE = "activations and buffers", "KV cache"  # components
@@ -250,7 +250,10 @@ class Planner:
       sizes.micro_sequences,
       bucket(self._length),
     )
-    columns = {"tokens": np.int32, "mask": bool} | columns
+    packs = plan.config.trainer.pack_sequences
+    shares = packs if role == "critic" else self.actor.shares_rows
+    shared = dict.fromkeys(shared_columns(shares), np.int32)
+    columns = {"tokens": np.int32, "mask": bool} | shared | columns
     batch = abstract_batch(columns, shape, plan.train_layout)
     grads, metrics = state.gradient_shapes(batch)
     size = {"gradients": abstract.device_bytes(grads)}

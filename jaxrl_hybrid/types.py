@@ -119,6 +119,10 @@ class Batch:
     """int32 ``[length]``: row i's response without padding."""
     return self.response_ids[i, : self.response_lengths[i]]
 
+  def sequence(self, i: int) -> np.ndarray:
+    """int32 ``[length]``: row i's prompt and response."""
+    return np.concatenate([self.prompts[i].ids, self.response(i)])
+
   def with_fields(self, **fields: Any) -> Batch:
     """Returns a copy with fields set; metrics are merged, not replaced."""
     if "metrics" in fields:

@@ -63,7 +63,7 @@ def select_clip_cov(
   return selected.reshape(mask.shape)
 
 
-@register_policy_loss("clip_cov", select=select_clip_cov)
+@register_policy_loss("clip_cov", select=select_clip_cov, per_token=True)
 def clip_cov(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -106,7 +106,7 @@ def select_kl_cov(
   return selected.reshape(mask.shape)
 
 
-@register_policy_loss("kl_cov", select=select_kl_cov)
+@register_policy_loss("kl_cov", select=select_kl_cov, per_token=True)
 def kl_cov(
   log_probs: jax.Array,
   old_log_probs: jax.Array,

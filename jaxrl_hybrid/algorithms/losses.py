@@ -16,7 +16,7 @@ Metrics = dict[str, jax.Array]
 Loss = tuple[jax.Array, Metrics]
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", per_token=True)
 def vanilla(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -42,7 +42,7 @@ def vanilla(
   )
 
 
-@register_policy_loss("gpg", "reinforce")
+@register_policy_loss("gpg", "reinforce", per_token=True)
 def reinforce(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -55,7 +55,7 @@ def reinforce(
   return -advantages * log_probs, {"ppo_kl": -log_ratio}
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", per_token=True)
 def cispo(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -77,7 +77,7 @@ def cispo(
   return loss, {"pg_clipfrac": weight != ratio, "ppo_kl": -log_ratio}
 
 
-@register_policy_loss("sapo")
+@register_policy_loss("sapo", per_token=True)
 def sapo(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -98,7 +98,7 @@ def sapo(
   return -advantages * gate, {"ppo_kl": -log_ratio}
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", per_token=True)
 def dppo_tv(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -124,7 +124,7 @@ def dppo_tv(
   )
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", per_token=True)
 def dppo_kl(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
@@ -155,7 +155,7 @@ def dppo_kl(
   )
 
 
-@register_policy_loss("dro")
+@register_policy_loss("dro", per_token=True)
 def dro(
   log_probs: jax.Array,
   old_log_probs: jax.Array,

@@ -35,12 +35,30 @@ class Totals(NamedTuple):
   sequences: jax.Array
 
 
-def totals(mask: jax.Array) -> Totals:
-  """Totals of a bool mask ``[..., T]`` whose other axes are sequences."""
+def totals(mask: jax.Array, positions: jax.Array | None = None) -> Totals:
+  """Totals of a bool mask ``[..., T]``.
+
+  Its rows are sequences, or hold several, each from a position 0 on.
+  """
+  count = jnp.where(mask, sequence_sums(mask.astype(jnp.float32), positions), jnp.inf)
   return Totals(
     jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32),
-    jnp.maximum(jnp.sum(jnp.any(mask, -1)), 1).astype(jnp.float32),
+    jnp.maximum(jnp.round(jnp.sum(1.0 / count)), 1.0),
   )
+
+
+def sequence_sums(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+  """``[..., T]`` -> at every token the sum over its own sequence."""
+  if positions is None:
+    return jnp.broadcast_to(jnp.sum(x, -1, keepdims=True), x.shape)
+  width = x.shape[-1]
+  ids = jnp.cumsum(positions == 0, -1) - 1
+
+  def one(x_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x_T, ids_T, num_segments=width)[ids_T]
+
+  flat = jax.vmap(one)(x.reshape(-1, width), ids.reshape(-1, width))
+  return flat.reshape(x.shape)
 
 
 def aggregate(
@@ -50,6 +68,7 @@ def aggregate(
   *,
   mode: str,
   scale: float = 1.0,
+  positions_BT: jax.Array | None = None,
 ) -> jax.Array:
   """A micro-batch's share of the mini-batch loss (verl's ``agg_loss`` modes).
 
@@ -63,6 +82,7 @@ def aggregate(
     total: of the global mini-batch.
     mode: one of ``AGGREGATIONS``.
     scale: divisor of ``seq-mean-token-sum-norm`` (Dr.GRPO's constant length).
+    positions_BT: of rows that hold several sequences.
   """
   loss_BT = jnp.where(mask_BT, loss_BT, 0.0)
   if mode == "token-mean":
@@ -74,8 +94,8 @@ def aggregate(
   if mode == "seq-mean-token-sum-norm":
     return jnp.sum(loss_BT) / total.sequences / scale
   if mode == "seq-mean-token-mean":
-    lengths_B = jnp.maximum(jnp.sum(mask_BT, -1), 1)
-    return jnp.sum(jnp.sum(loss_BT, -1) / lengths_B) / total.sequences
+    count_BT = sequence_sums(mask_BT.astype(jnp.float32), positions_BT)
+    return jnp.sum(loss_BT / jnp.maximum(count_BT, 1.0)) / total.sequences
   raise ValueError(f"expected one of {AGGREGATIONS}, got {mode!r}")
 
 

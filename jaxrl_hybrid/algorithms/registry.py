@@ -59,12 +59,15 @@ class PolicyLoss:
       (log_probs, old_log_probs, advantages, mask, rng, *, knobs) -> bool ``[N, R]``;
       the loss gets them as the keyword ``selected``.
     select_knobs: of ``select``.
+    per_token: whether a token's loss depends on its own numbers alone. If not, every
+      row is one sequence; otherwise a row may hold several.
   """
 
   function: Callable[..., Any]
   knobs: tuple[str, ...]
   select: Callable[..., Any] | None = None
   select_knobs: tuple[str, ...] = ()
+  per_token: bool = False
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -97,7 +100,7 @@ def register_estimator(
 
 
 def register_policy_loss(
-  *names: str, select: Callable[..., Any] | None = None
+  *names: str, select: Callable[..., Any] | None = None, per_token: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Decorator: makes a function a policy loss of these names.
 
@@ -107,7 +110,7 @@ def register_policy_loss(
 
   Args:
     *names: for ``actor.policy_loss`` and ``algorithm.name``.
-    select: see ``PolicyLoss``.
+    select, per_token: see ``PolicyLoss``.
 
   Raises:
     ConfigError: a name is taken, or a keyword is no knob.
@@ -116,7 +119,7 @@ def register_policy_loss(
   def register(function: Callable[..., Any]) -> Callable[..., Any]:
     knobs = _knobs(function, {"selected"} if select else set())
     chosen = () if select is None else _knobs(select, set())
-    _add(POLICY_LOSSES, names, PolicyLoss(function, knobs, select, chosen))
+    _add(POLICY_LOSSES, names, PolicyLoss(function, knobs, select, chosen, per_token))
     return function
 
   return register

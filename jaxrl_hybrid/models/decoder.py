@@ -70,23 +70,36 @@ class Decoder:
   microbatches: int = 1
   mixture: Mixture = experts.batched_mixture
 
-  def hidden(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """Final normed hidden states ``[B, T, D]`` of left-aligned rows."""
-    return self._hidden(params, tokens_BT, None)[0]
+  def hidden(
+    self,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array | None = None,
+  ) -> jax.Array:
+    """Final normed hidden states ``[B, T, D]`` of left-aligned rows.
+
+    ``positions_BT``: of rows with several sequences, each from position 0 on.
+    """
+    return self._hidden(params, tokens_BT, positions_BT, None)[0]
 
   def _hidden(
-    self, params: Params, tokens_BT: jax.Array, real_BT: jax.Array | None
+    self,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array | None,
+    real_BT: jax.Array | None,
   ) -> tuple[jax.Array, experts.Load | None]:
     """``hidden``, and for ``real_BT`` tokens the load of each layer's experts."""
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     x_BTD = self._embed(params, tokens_BT)
 
-    def apply(x_BTD, layer_params, local, *, dense=False):
+    def apply(x_BTD, positions_BT, layer_params, local, *, dense=False):
       def attend(q, k, v, **_):
-        return self._causal(q, *self._slots(k, v), local), None
+        return self._causal(q, *self._slots(k, v), local, positions_BT), None
 
+      positions = positions_1T if positions_BT is None else positions_BT
       context = dataclasses.replace(
-        self._context(positions_1T, local, attend),
+        self._context(positions, local, attend),
         gather=self._sequence(None),
         scatter=self._sequence("seq"),
       )
@@ -95,34 +108,36 @@ class Decoder:
       load = None if real_BT is None or dense else experts.load_of(routing, real_BT)
       return self._pin(x_BTD), load
 
-    def one(x_BTD, layer_params, local):
+    def one(x_BTD, positions_BT, layer_params, local):
       layer_params = self.use(layer_params, layer=True)
-      return self._by_kind(local, functools.partial(apply, x_BTD, layer_params))
+      applied = functools.partial(apply, x_BTD, positions_BT, layer_params)
+      return self._by_kind(local, applied)
 
     dense = functools.partial(apply, local=self.spec.is_local(0), dense=True)
     if self.remat != "none":
       one = jax.checkpoint(one, prevent_cse=False)
       dense = jax.checkpoint(dense, prevent_cse=False)
     for layer_params in params_lib.dense_layers(params):
-      x_BTD, _ = dense(x_BTD, layer_params)
+      x_BTD, _ = dense(x_BTD, positions_BT, layer_params)
 
-    def body(carry, xs):
+    def body(positions_BT, carry, xs):
       x_BTD, slots = carry
       (values, local), i = xs
       mine = None
       if slots is not None:
         mine, slots = matmul.take_slots(slots, i)
-      x_BTD, load = one(x_BTD, matmul.join_slots(values, mine), local)
+      x_BTD, load = one(x_BTD, positions_BT, matmul.join_slots(values, mine), local)
       return (x_BTD, slots), load
 
-    def stage(layers, x_BTD, slots):
+    def stage(layers, x_BTD, positions_BT, slots):
       count = jax.tree.leaves(layers)[0].shape[0]
-      return jax.lax.scan(body, (x_BTD, slots), (layers, jnp.arange(count)))
+      step = functools.partial(body, positions_BT)
+      return jax.lax.scan(step, (x_BTD, slots), (layers, jnp.arange(count)))
 
     values, slots, seeds = matmul.split_slots(params["layers"])
     local_L = self.spec.local_stack(jax.tree.leaves(values)[0].shape[0])
     (x_BTD, slots), load_L = self._run(
-      stage, (values, jnp.asarray(local_L)), x_BTD, slots
+      stage, (values, jnp.asarray(local_L)), x_BTD, positions_BT, slots
     )
     if slots is not None:
       x_BTD = matmul.start_from(x_BTD, slots, seeds)
@@ -231,13 +246,23 @@ class Decoder:
     return logprob.mask_padded_vocab(logits_BV, self.spec.vocab_size)
 
   def token_log_probs(
-    self, params: Params, tokens_BT: jax.Array, *, temperature: float, chunk: int
+    self,
+    params: Params,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array | None = None,
+    *,
+    temperature: float,
+    chunk: int,
   ) -> tuple[jax.Array, jax.Array]:
     """fp32 (log-prob, entropy) ``[B, T]`` of each token given those before.
 
-    Index t belongs to token t; index 0 is 0, nothing predicts it.
+    Index t belongs to token t; index 0 is 0, nothing predicts it. Neither does
+    anything the first token of each sequence of a shared row, whose numbers have no
+    meaning.
     """
-    return self.score(params, tokens_BT, temperature=temperature, chunk=chunk)[:2]
+    return self.score(
+      params, tokens_BT, temperature=temperature, chunk=chunk, positions_BT=positions_BT
+    )[:2]
 
   def score(
     self,
@@ -246,12 +271,13 @@ class Decoder:
     *,
     temperature: float,
     chunk: int,
+    positions_BT: jax.Array | None = None,
     real_BT: jax.Array | None = None,
     collision: bool = False,
   ) -> tuple[jax.Array, jax.Array, experts.Load | None]:
     """``token_log_probs``, or of p^2 for the entropy, and experts' load ``[L, E]``."""
     params = self._outer(params)
-    hidden_BTD, load_L = self._hidden(params, tokens_BT, real_BT)
+    hidden_BTD, load_L = self._hidden(params, tokens_BT, positions_BT, real_BT)
     hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
     log_probs, entropy = logprob.token_log_probs(
       hidden_BTD[:, :-1],
@@ -266,15 +292,19 @@ class Decoder:
     )
     return _shift_right(log_probs), _shift_right(entropy), load_L
 
-  def scores(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """fp32 scores ``[B, T]``: index t is that of the row up to token t."""
+  def scores(
+    self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """fp32 scores ``[B, T]``: index t is that of the sequence up to token t."""
     params = self._outer(params)
-    hidden_BTD = self.hidden(params, tokens_BT)
+    hidden_BTD = self.hidden(params, tokens_BT, positions_BT)
     return jnp.einsum("btd,d->bt", hidden_BTD, params["value_head"]["kernel"][0])
 
-  def values(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
+  def values(
+    self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array | None = None
+  ) -> jax.Array:
     """fp32 values ``[B, T]``: index t is the value before token t."""
-    return _shift_right(self.scores(params, tokens_BT)[:, :-1])
+    return _shift_right(self.scores(params, tokens_BT, positions_BT)[:, :-1])
 
   def _cached(self, layer, cache, x_BTD, positions_BT, local, write, look):
     """A layer that writes keys and values and then looks at them: (x, cache)."""
@@ -292,10 +322,10 @@ class Decoder:
 
     return self._by_kind(local, apply)
 
-  def _run(self, stage: pipeline.Stage, values, x_BTD, slots):
+  def _run(self, stage: pipeline.Stage, values, x_BTD, positions_BT, slots):
     """((x, slots), load); stages of a pipeline do not tell their load."""
     if self.stages == 1:
-      return stage(values, x_BTD, slots)
+      return stage(values, x_BTD, positions_BT, slots)
     unloaded = lambda *args: stage(*args)[0]
     if self.remat == "stage":
       unloaded = jax.checkpoint(unloaded, prevent_cse=False)
@@ -303,6 +333,7 @@ class Decoder:
       unloaded,
       values,
       x_BTD,
+      positions_BT,
       slots,
       stages=self.stages,
       microbatches=self.microbatches,
@@ -383,9 +414,15 @@ class Decoder:
     heads = self.heads.slots if self.heads else self.spec.num_kv_heads
     return [(heads, self.spec.head_dim)] * 2
 
-  def _causal(self, q, k, v, local: bool):
+  def _causal(self, q, k, v, local: bool, positions_BT: jax.Array | None = None):
     return attention.causal(
-      q, k, v, dtype=self.dtype, implementation=self.attention, form=self._form(local)
+      q,
+      k,
+      v,
+      dtype=self.dtype,
+      implementation=self.attention,
+      form=self._form(local),
+      positions_BT=positions_BT,
     )
 
   def _norm(self, params, x_BTD):

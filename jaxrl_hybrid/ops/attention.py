@@ -46,17 +46,25 @@ def causal(
   dtype: jnp.dtype,
   implementation: str,
   form: Form = Form(),
+  positions_BT: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention of whole left-aligned rows, operands in ``dtype``.
 
-  The backward pass runs in ``ops.matmul.backward_dtype``. fp32 in and out,
-  ``[B, T, H, E]``.
+  With ``positions_BT`` a row holds several sequences, each of which begins at a
+  position 0 and sees nothing of the others. The backward pass runs in
+  ``ops.matmul.backward_dtype``. fp32 in and out, ``[B, T, H, E]``.
   """
   width, v_width = q_BTHA.shape[-1], v_BTKE.shape[-1]
   if v_width < width:  # implementations want them alike
     v_BTKE = jnp.pad(v_BTKE, [(0, 0)] * 3 + [(0, width - v_width)])
-  out = _causal(q_BTHA, k_BTKA, v_BTKE, dtype, implementation, form)
+  sequence_BT = None if positions_BT is None else sequence_ids(positions_BT)
+  out = _causal(q_BTHA, k_BTKA, v_BTKE, sequence_BT, dtype, implementation, form)
   return out[..., :v_width]
+
+
+def sequence_ids(positions_BT: jax.Array) -> jax.Array:
+  """int32 ``[B, T]``: 1, 2, ... for the sequences of a row."""
+  return jnp.cumsum(positions_BT == 0, -1, dtype=jnp.int32)
 
 
 def cached(
@@ -149,14 +157,16 @@ def _operands(arrays, dtype, implementation):
   return arrays
 
 
-def _attend(q, k, v, dtype, implementation, form):
+def _attend(q, k, v, sequence_BT, dtype, implementation, form):
   if form.softcap:
     implementation = "xla"
   q, k, v = _operands((q, k, v), dtype, implementation)
-  if form.softcap:
+  if form.softcap or sequence_BT is not None:
     behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-    seen = (behind >= 0) & (behind < (form.window or q.shape[1]))
-    return _explicit(q, k, v, seen[None, None], form)
+    seen = ((behind >= 0) & (behind < (form.window or q.shape[1])))[None]
+    if sequence_BT is not None:
+      seen &= sequence_BT[:, :, None] == sequence_BT[:, None]
+    return _explicit(q, k, v, seen[:, None], form, implementation)
   return jax.nn.dot_product_attention(
     q,
     k,
@@ -168,32 +178,37 @@ def _attend(q, k, v, dtype, implementation, form):
   ).astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _causal(q, k, v, dtype, implementation, form):
-  return _attend(q, k, v, dtype, implementation, form)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _causal(q, k, v, sequence_BT, dtype, implementation, form):
+  return _attend(q, k, v, sequence_BT, dtype, implementation, form)
 
 
-def _causal_forward(q, k, v, dtype, implementation, form):
+def _causal_forward(q, k, v, sequence_BT, dtype, implementation, form):
   low = backward_dtype(dtype)
   attend = functools.partial(
-    _attend, dtype=dtype, implementation=implementation, form=form
+    _attend,
+    sequence_BT=sequence_BT,
+    dtype=dtype,
+    implementation=implementation,
+    form=form,
   )
   if low == dtype:
     return jax.vjp(attend, q, k, v)
   # Another format backward: its own forward pass is part of the backward pass.
   half = tuple(x.astype(low) for x in (q, k, v))
-  return attend(q, k, v), half
+  return attend(q, k, v), (half, sequence_BT)
 
 
 def _causal_backward(dtype, implementation, form, residuals, cotangent):
   if callable(residuals):
-    return residuals(cotangent)
+    return *residuals(cotangent), None
+  half, sequence_BT = residuals
   low = backward_dtype(dtype)
   _, vjp = jax.vjp(
-    lambda *x: _attend(*x, low, implementation, form),
-    *(x.astype(jnp.float32) for x in residuals),
+    lambda *x: _attend(*x, sequence_BT, low, implementation, form),
+    *(x.astype(jnp.float32) for x in half),
   )
-  return vjp(cotangent)
+  return *vjp(cotangent), None
 
 
 _causal.defvjp(_causal_forward, _causal_backward)

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# (one stage's layers stacked, x_BTD, slots) -> (x_BTD, slots)
-Stage = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+# (one stage's layers stacked, x_BTD, what else belongs to its rows, slots)
+# -> (x_BTD, slots)
+Stage = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]]
 Pin = Callable[[jax.Array], jax.Array]
 
 
@@ -24,6 +25,7 @@ def run(
   stage: Stage,
   layers: Any,
   x_BTD: jax.Array,
+  rows_BT: Any,
   slots: Any,
   *,
   stages: int,
@@ -31,13 +33,14 @@ def run(
   pin: Pin,
   pin_stages: Pin,
 ) -> tuple[jax.Array, Any]:
-  """All layers applied to ``[B, T, D]``; ``stage(layers, x, slots)`` for pp = 1.
+  """All layers applied to ``[B, T, D]``; ``stage(layers, x, rows, slots)`` for pp = 1.
 
   Args:
     stage: applies a stack of layers.
     layers: tree of ``[L, ...]``, L a multiple of ``stages``, sharded over pp.
     x_BTD: rows; microbatch m takes rows m, m + M, ..., so each one is spread
       over dp like the whole.
+    rows_BT: tree of ``[B, ...]`` that every stage gets of its microbatch; may be empty.
     slots: None, or a tree of ``[L, ...]`` that every stage hands on, tick by tick.
     stages: pp.
     microbatches: M, a divisor of B.
@@ -47,7 +50,10 @@ def run(
   rows, *rest = x_BTD.shape
   split = lambda x: x.reshape(stages, x.shape[0] // stages, *x.shape[1:])
   by_stage = jax.tree.map(split, layers)
-  inputs = x_BTD.reshape(rows // microbatches, microbatches, *rest).swapaxes(0, 1)
+  by_microbatch = lambda x: x.reshape(
+    rows // microbatches, microbatches, *x.shape[1:]
+  ).swapaxes(0, 1)
+  inputs, belonging = by_microbatch(x_BTD), jax.tree.map(by_microbatch, rows_BT)
   every_stage = jax.vmap(stage, spmd_axis_name="pp")
   is_first = (jnp.arange(stages) == 0)[:, None, None, None]
 
@@ -58,7 +64,9 @@ def run(
       inputs, jnp.minimum(i, microbatches - 1), keepdims=False
     )
     state = pin_stages(jnp.where(is_first, pin(fresh)[None], state))
-    done, slots = every_stage(by_stage, state, slots)
+    where = jnp.clip(i - jnp.arange(stages), 0, microbatches - 1)
+    here = jax.tree.map(lambda x: x[where], belonging)
+    done, slots = every_stage(by_stage, state, here, slots)
     done = pin_stages(done)
     return (pin_stages(jnp.roll(done, 1, axis=0)), slots), pin(done[-1])
 

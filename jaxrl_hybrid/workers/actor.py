@@ -57,6 +57,7 @@ class ActorSettings:
   logprob_chunk: int
   mini_rows: int
   micro_rows: int
+  share_rows: bool
   seed: int
   bypass: bool = False  # old log-probs are the engine's
   # Of some policy losses only.
@@ -115,15 +116,17 @@ class Actor:
     """Of one of the results of ``decoder.score``."""
     settings = self._settings
     return Scorer(
-      lambda params, tokens_BT: decoder.score(
+      lambda params, tokens_BT, positions_BT: decoder.score(
         params,
         tokens_BT,
+        positions_BT=positions_BT,
         temperature=settings.temperature,
         chunk=settings.logprob_chunk,
         **options,
       )[which],
       layout.train,
       micro_rows=settings.micro_rows,
+      share=settings.share_rows,
     )
 
   def generate_sequences(
@@ -192,13 +195,14 @@ class Actor:
       key=(settings.seed, self.state.updates),
     ):
       mini = batch.select(chosen)
-      packed = rows.pack(
+      packed, places = rows.pack(
         mini,
         self._columns(mini, first=not pending),
         micro_rows=settings.micro_rows,
+        share=self.shares_rows,
         real=settings.router_aux_loss_coef > 0,
       )
-      pending.append(self.state.step(packed))
+      pending.append(self.state.step(packed, places.micro_batches))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     return {
       k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
@@ -234,6 +238,11 @@ class Actor:
       **self._settings.knobs(self._loss.select_knobs),
     )
 
+  @property
+  def shares_rows(self) -> bool:
+    """Whether several sequences may share a row of an update."""
+    return self._settings.share_rows and self._loss.per_token
+
   def updates_per_batch(self, sequences: int) -> int:
     """How many optimizer steps ``update_policy`` makes of so many sequences."""
     per_epoch = -(-sequences // self._settings.mini_rows)
@@ -245,12 +254,13 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
   knobs = settings.knobs(policy_loss.knobs)
 
   def loss_fn(params: Params, micro: dict, total: reduce.Totals):
-    mask_BT = micro["mask"]
+    mask_BT, positions_BT = micro["mask"], micro.get(rows.POSITIONS)
     log_probs_BT, entropy_BT, load_L = decoder.score(
       params,
       micro["tokens"],
       temperature=settings.temperature,
       chunk=settings.logprob_chunk,
+      positions_BT=positions_BT,
       real_BT=micro.get("real"),
     )
     old_BT = micro.get("old_log_probs", jax.lax.stop_gradient(log_probs_BT))
@@ -266,6 +276,7 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       total,
       mode=settings.loss_agg_mode,
       scale=settings.loss_scale_factor,
+      positions_BT=positions_BT,
     )
     means = {name: masked(x_BT, mask_BT) for name, x_BT in extra.items()}
     means |= {"entropy": masked(entropy_BT, mask_BT)}

@@ -30,6 +30,7 @@ class CriticSettings:
   ppo_epochs: int
   mini_rows: int
   micro_rows: int
+  share_rows: bool
   seed: int
   normalize_values: bool = False
 
@@ -68,7 +69,12 @@ class Critic:
     self._schedule = schedule
     self._settings = settings
     self.moments = RunningMoments()
-    self.values = Scorer(decoder.values, layout.train, micro_rows=settings.micro_rows)
+    self.values = Scorer(
+      decoder.values,
+      layout.train,
+      micro_rows=settings.micro_rows,
+      share=settings.share_rows,
+    )
 
   def compute_values(self, batch: Batch) -> Batch:
     """Adds ``values``: index t is the value before response token t."""
@@ -93,8 +99,13 @@ class Critic:
       key=(settings.seed, self.state.updates),
     ):
       columns = {name: x[chosen] for name, x in targets.items()}
-      packed = rows.pack(batch.select(chosen), columns, micro_rows=settings.micro_rows)
-      pending.append(self.state.step(packed))
+      packed, places = rows.pack(
+        batch.select(chosen),
+        columns,
+        micro_rows=settings.micro_rows,
+        share=settings.share_rows,
+      )
+      pending.append(self.state.step(packed, places.micro_batches))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     self.state.store.rest()
     return {f"critic/{name}": value for name, value in metrics.items()}
@@ -102,7 +113,8 @@ class Critic:
 
 def _make_loss(decoder: Decoder, settings: CriticSettings):
   def loss_fn(params: Params, micro: dict[str, np.ndarray], total: reduce.Totals):
-    values_BT, mask_BT = decoder.values(params, micro["tokens"]), micro["mask"]
+    mask_BT, positions_BT = micro["mask"], micro.get(rows.POSITIONS)
+    values_BT = decoder.values(params, micro["tokens"], positions_BT)
     loss_BT, extra = losses.value_loss(
       values_BT,
       micro["returns"],
@@ -115,6 +127,7 @@ def _make_loss(decoder: Decoder, settings: CriticSettings):
       total,
       mode=settings.loss_agg_mode,
       scale=settings.loss_scale_factor,
+      positions_BT=positions_BT,
     )
     means = {name: masked(x_BT, mask_BT) for name, x_BT in extra.items()}
     means |= {"vpred_mean": masked(values_BT, mask_BT), "vf_loss": (loss, 0.0)}

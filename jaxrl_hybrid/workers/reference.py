@@ -20,6 +20,7 @@ class Reference:
     temperature: of the log-probs, the rollout's.
     chunk: positions whose logits exist at a time.
     micro_rows: rows per micro-batch, over all batch shards.
+    share_rows: whether sequences may share a row.
     on_host: keep the weights in host memory between uses.
     shared: the weights are the base of the actor's adapters, and stay so.
   """
@@ -33,6 +34,7 @@ class Reference:
     temperature: float,
     chunk: int,
     micro_rows: int,
+    share_rows: bool = False,
     on_host: bool = False,
     shared: bool = False,
   ):
@@ -40,11 +42,12 @@ class Reference:
     self._on_host = on_host
     self.weights = offload.to_host(weights) if on_host else weights
     self.log_probs = Scorer(
-      lambda params, tokens_BT: decoder.token_log_probs(
-        params, tokens_BT, temperature=temperature, chunk=chunk
+      lambda params, tokens_BT, positions_BT: decoder.token_log_probs(
+        params, tokens_BT, positions_BT, temperature=temperature, chunk=chunk
       )[0],
       layout,
       micro_rows=micro_rows,
+      share=share_rows,
     )
 
   def compute_log_probs(self, batch: Batch) -> Batch:

@@ -27,6 +27,7 @@ class RewardModel:
     weights: as programs compute with them; there are no others.
     layout: the training layout of this model.
     micro_rows: rows per micro-batch, over all batch shards.
+    share_rows: whether sequences may share a row.
     max_length: most tokens of a dialogue; a longer one gets no score.
     encode: None: the token ids of prompt and response are the model's own too.
     on_host: keep the weights in host memory between uses.
@@ -39,6 +40,7 @@ class RewardModel:
     layout: Layout,
     *,
     micro_rows: int,
+    share_rows: bool = False,
     max_length: int,
     encode: Encode | None = None,
     on_host: bool = False,
@@ -46,7 +48,9 @@ class RewardModel:
     self._on_host = on_host
     self.weights = offload.to_host(weights) if on_host else weights
     self._encode, self._max_length = encode, max_length
-    self.scores = Scorer(decoder.scores, layout, micro_rows=micro_rows)
+    self.scores = Scorer(
+      decoder.scores, layout, micro_rows=micro_rows, share=share_rows
+    )
 
   def score(self, batch: Batch, texts: Sequence[str]) -> list[float | Failure]:
     """A score per row, or why there is none.

@@ -16,6 +16,7 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.parallel import multihost
 from jaxrl_hybrid.parallel.rules import Layout
 from jaxrl_hybrid.workers.adapted import AdaptedStore, Frozen
+from jaxrl_hybrid.workers.rows import POSITIONS
 from jaxrl_hybrid.workers.stores import (
   RESIDENT,
   AnyLayout,
@@ -29,6 +30,7 @@ from jaxrl_hybrid.workers.stores import (
 # it a plain sum.
 Means = dict[str, tuple[jax.Array, jax.Array]]
 Maxima = dict[str, jax.Array]
+COUNT = "micro_batches"  # of a batch: int32, how many of its A are not empty
 DROPOUT = "dropout"  # of a batch: uint32 [A], a seed for each micro-batch
 # (params, micro-batch, totals) -> (this micro-batch's share of the loss, metrics)
 LossFn = Callable[[Params, dict, reduce.Totals], tuple[jax.Array, tuple[Means, Maxima]]]
@@ -94,9 +96,16 @@ class TrainState:
     )
     return self._layout.abstract_params(), jax.tree.map(scalar, metrics)
 
-  def step(self, packed: dict[str, np.ndarray]) -> Callable[[], dict[str, float]]:
-    """Applies one update; returns a function that waits for its metrics."""
-    batch = place(packed, self._layout.train) | self._seeds(packed)
+  def step(
+    self, packed: dict[str, np.ndarray], micro_batches: int | None = None
+  ) -> Callable[[], dict[str, float]]:
+    """Applies one update; returns a function that waits for its metrics.
+
+    Args:
+      packed: ``[A, B, T]`` arrays.
+      micro_batches: of the A those that have rows, the first ones; default all.
+    """
+    batch = place(packed, self._layout.train, micro_batches) | self._seeds(packed)
     grads, metrics = self.gradients(self.store.weights, batch)
     self.store.apply(grads, metrics)
     self.updates += 1
@@ -111,12 +120,29 @@ class TrainState:
     return {DROPOUT: multihost.put(seeds_A, self._layout.train.replicated)}
 
 
-def place(packed: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
-  """``[A, B, T]`` arrays onto the mesh, B split over the batch axes."""
-  return {
+def place(
+  packed: dict[str, np.ndarray], layout: Layout, micro_batches: int | None = None
+) -> dict[str, jax.Array]:
+  """``[A, B, T]`` arrays onto the mesh, B split over the batch axes, and ``COUNT``."""
+  placed = {
     name: multihost.put(x, layout.sharding((None, "batch", None), x.shape))
     for name, x in packed.items()
   }
+  if micro_batches is None:
+    micro_batches = len(next(iter(packed.values())))
+  count = multihost.put(np.array(micro_batches, np.int32), layout.replicated)
+  return placed | {COUNT: count}
+
+
+def micro_batch(batch: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+  """The i-th micro-batch of what ``place`` returns."""
+  pick = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+  return {name: pick(x) for name, x in batch.items() if name != COUNT}
+
+
+def shared_columns(share: bool) -> tuple[str, ...]:
+  """What a batch has more when its sequences share rows."""
+  return (POSITIONS,) if share else ()
 
 
 def abstract_batch(
@@ -124,10 +150,11 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """What ``place`` returns for columns of these dtypes, as shapes."""
   sharding = layout.sharding((None, "batch", None), shape)
+  count = jax.ShapeDtypeStruct((), np.int32, sharding=layout.replicated)
   return {
     name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     for name, dtype in columns.items()
-  }
+  } | {COUNT: count}
 
 
 def masked(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,21 +196,32 @@ def _make_gradients(layout: AnyLayout, loss_fn: LossFn) -> Any:
   """(weights, [A, B, T] batch) -> gradients of the stored parameters, metrics."""
 
   def gradients(weights: Params, batch: dict[str, jax.Array]) -> Any:
-    total = reduce.totals(batch["mask"])
+    total = reduce.totals(batch["mask"], batch.get(POSITIONS))
 
-    def accumulate(grads, micro):
+    def accumulate(i: jax.Array, so_far: Any) -> Any:
+      loss, means, maxima, grads = so_far
+      micro = micro_batch(batch, i)
       loss_of = lambda trainable: loss_fn(trainable, micro, total)
       seed = {"seed": micro[DROPOUT]} if DROPOUT in micro else {}
-      value, grads = layout.value_and_grad(loss_of, weights, grads, **seed)
-      return grads, value
+      (more, (more_means, more_maxima)), grads = layout.value_and_grad(
+        loss_of, weights, grads, **seed
+      )
+      add = lambda a, b: jax.tree.map(lambda x, y: x + y, a, b)
+      maxima = jax.tree.map(jnp.maximum, maxima, more_maxima)
+      return loss + more, add(means, more_means), maxima, grads
 
-    zeros = layout.zeros(weights)
-    grads, (loss, (means, maxima)) = jax.lax.scan(accumulate, zeros, batch)
+    forward = lambda weights: loss_fn(weights, micro_batch(batch, 0), total)
+    shape, (means, maxima) = jax.eval_shape(forward, weights)
+    blank = lambda tree, x: jax.tree.map(lambda s: jnp.full(s.shape, x, s.dtype), tree)
+    start = (blank(shape, 0), blank(means, 0), blank(maxima, -jnp.inf))
+    loss, means, maxima, grads = jax.lax.fori_loop(
+      0, batch[COUNT], accumulate, (*start, layout.zeros(weights))
+    )
     grads = layout.strip(grads)
-    metrics = {"loss": jnp.sum(loss), "grad_norm": optax.tree.norm(grads)}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     for name, (total_sum, weight) in means.items():
-      metrics[name] = jnp.sum(total_sum) / jnp.maximum(jnp.sum(weight), 1.0)
-    metrics |= {name: jnp.max(x) for name, x in maxima.items()}
+      metrics[name] = total_sum / jnp.maximum(weight, 1.0)
+    metrics |= maxima
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     return grads, metrics | {"skipped_updates": ~finite}
 

@@ -104,3 +104,20 @@ def test_whiten_of_less_than_two_tokens_is_zero(mask):
 def test_whiten_of_equal_values_is_finite():
   white = reduce.whiten(np.full((1, 4), 0.1, np.float32), np.ones((1, 4), bool))
   np.testing.assert_allclose(white, 0, atol=1e-3)
+
+
+def test_rows_that_hold_several_sequences():
+  """Sequences of 2, 3 and 1 tokens; the second has one token outside of the mask."""
+  positions = jnp.array([[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]])
+  mask = jnp.array([[1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
+  loss = jnp.array([[2.0, 4.0, 9.0, 1.0, 7.0, 9.0], [5.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+  sums = reduce.sequence_sums(jnp.where(mask, loss, 0.0), positions)
+  assert sums.tolist() == [[6, 6, 8, 8, 8, 0], [5, 0, 0, 0, 0, 0]]
+  total = reduce.totals(mask, positions)
+  assert (total.tokens, total.sequences) == (5, 3)
+  share = lambda mode: float(
+    reduce.aggregate(loss, mask, total, mode=mode, positions_BT=positions, scale=2.0)
+  )
+  assert share("seq-mean-token-mean") == pytest.approx((3 + 4 + 5) / 3)
+  assert share("seq-mean-token-sum") == pytest.approx((6 + 8 + 5) / 3)
+  assert share("token-mean") == pytest.approx(19 / 5)

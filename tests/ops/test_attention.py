@@ -111,3 +111,39 @@ def test_float16_attention_has_bfloat16s_range_in_its_gradient():
   # Cotangents of 1e-9 are 0 in float16.
   error = jnp.linalg.norm(gradient("float16", 1e-9) - exact) / jnp.linalg.norm(exact)
   assert error < 2e-2
+
+
+POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+  "form",
+  [attention.Form(), attention.Form(window=2), attention.Form(softcap=3.0)],
+  ids=["plain", "window", "softcap"],
+)
+def test_sequences_of_a_row_are_as_if_alone(form, dtype):
+  """Outputs and gradients; the neighbours hold numbers that would show."""
+  q, k, v = (jnp.asarray(random(2, 8, 4, 16, seed=i)) for i in range(3))
+  weight = random(2, 8, 4, 16, seed=3)
+  options = dict(dtype=jnp.dtype(dtype), implementation="xla", form=form)
+
+  def together(q, k, v):
+    out = attention.causal(q, k, v, positions_BT=jnp.asarray(POSITIONS), **options)
+    return jnp.sum(weight[0, 4:6] * out[0, 4:6]), out[0, 4:6]
+
+  def alone(q, k, v):
+    out = attention.causal(*(x[:1, 4:6] for x in (q, k, v)), **options)
+    return jnp.sum(weight[0, 4:6] * out[0]), out[0]
+
+  poisoned = [x.at[0, :4].set(1e4).at[0, 6:].set(-1e4) for x in (q, k, v)]
+  grads, out = jax.grad(together, (0, 1, 2), has_aux=True)(*poisoned)
+  expected_grads, expected = jax.grad(alone, (0, 1, 2), has_aux=True)(q, k, v)
+  np.testing.assert_allclose(out, expected, atol=1e-5)
+  for got, want in zip(grads, expected_grads):
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_sequence_ids_count_the_starts():
+  ids = attention.sequence_ids(jnp.asarray(POSITIONS))
+  assert ids.tolist() == [[1, 1, 1, 1, 2, 2, 3, 4], [1] * 8]

@@ -21,12 +21,15 @@ WEIGHT = RNG.normal(size=X.shape).astype(np.float32)
 SPLITS = [(pp, m) for pp in (1, 2, 4, 8) for m in (1, 2, 3, 4, 6, 12)]
 
 
-def stage(layers, x_BTD, slots):
+def stage(layers, x_BTD, scale_BT, slots):
   """Residual layers whose order matters; slots count the calls."""
 
   def body(x, layer):
     kernel, shift = layer
-    return x + jnp.tanh(x @ kernel + shift), None
+    inner = x @ kernel + shift
+    if scale_BT is not None:
+      inner *= scale_BT[..., None]
+    return x + jnp.tanh(inner), None
 
   x_BTD, _ = jax.lax.scan(body, x_BTD, layers)
   return x_BTD, None if slots is None else slots + 1
@@ -37,7 +40,7 @@ def mesh(pp, dp):
   return Mesh(np.array(jax.devices()[: pp * dp]).reshape(pp, dp), ("pp", "dp"))
 
 
-def run(layers, x, slots=None, *, pp, microbatches, dp=1):
+def run(layers, x, slots=None, scale=None, *, pp, microbatches, dp=1):
   """The pipeline on a mesh of (pp, dp) devices."""
   pin = lambda *spec: (
     lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(pp, dp), P(*spec)))
@@ -46,6 +49,7 @@ def run(layers, x, slots=None, *, pp, microbatches, dp=1):
     stage,
     layers,
     x,
+    scale,
     slots,
     stages=pp,
     microbatches=microbatches,
@@ -68,6 +72,17 @@ def test_it_equals_the_layers_one_after_the_other(pp, microbatches):
   assert slots is None
 
 
+@pytest.mark.parametrize("pp,microbatches", [(1, 1), (2, 3), (4, 4), (8, 12), (4, 1)])
+def test_every_stage_gets_what_belongs_to_its_rows(pp, microbatches):
+  scale = RNG.normal(size=(ROWS, LENGTH)).astype(np.float32)
+  piped = jax.jit(functools.partial(run, pp=pp, microbatches=microbatches))
+  got, _ = piped((KERNELS, SHIFTS), X, None, scale)
+  x = X
+  for kernel, shift in zip(KERNELS, SHIFTS):
+    x = x + np.tanh((x @ kernel + shift) * scale[..., None])
+  np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("pp,microbatches,dp", [(2, 3, 2), (4, 3, 4), (4, 1, 2)])
 def test_rows_spread_over_dp_stay_where_they_are(pp, microbatches, dp):
   piped = functools.partial(run, pp=pp, microbatches=microbatches, dp=dp)
@@ -86,7 +101,7 @@ def test_gradients_equal_those_of_the_layers_applied_directly(pp, microbatches):
     return jax.jit(jax.grad(loss, (0, 1)))((KERNELS, SHIFTS), X)
 
   got = gradients(functools.partial(run, pp=pp, microbatches=microbatches))
-  expected = gradients(lambda layers, x: stage(layers, x, None))
+  expected = gradients(lambda layers, x: stage(layers, x, None, None))
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected
   )

@@ -66,6 +66,7 @@ ACTOR = dict(
   logprob_chunk=5,
   mini_rows=4,
   micro_rows=2,
+  share_rows=False,
   seed=0,
 )
 OPTIM = dict(
@@ -84,12 +85,14 @@ CRITIC = dict(
   ppo_epochs=1,
   mini_rows=4,
   micro_rows=2,
+  share_rows=False,
   seed=0,
 )
 
 
-def padded(rows, junk, dtype, width=6):
+def padded(rows, junk, dtype):
   """Ragged rows as ``[N, width]`` with junk behind each."""
+  width = max(6, *map(len, rows))
   out = np.full((len(rows), width), junk, dtype)
   for i, row in enumerate(rows):
     out[i, : len(row)] = row

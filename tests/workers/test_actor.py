@@ -100,6 +100,9 @@ def test_padded_vocabulary_rows_do_not_learn(result):
     dict(mesh=(1, 1, 2)),
     dict(mesh=(1, 1, 4), micro_rows=4),
     dict(remat="full"),
+    dict(share_rows=True),
+    dict(share_rows=True, micro_rows=1),
+    dict(share_rows=True, micro_rows=4, mesh=(1, 1, 2)),
   ],
   ids=str,
 )
@@ -112,8 +115,10 @@ def test_tensor_parallelism_does_not_change_the_update(off_policy, result):
   tiny.assert_same_update(tiny.update(off_policy, mesh=(1, 2, 1)), result, rel=5e-6)
 
 
-def test_a_mean_of_sequence_means_is_one_over_micro_batches(scored):
-  metrics, _ = tiny.update(scored, loss_agg_mode="seq-mean-token-mean", micro_rows=1)
+@pytest.mark.parametrize("share_rows", [False, True])
+def test_a_mean_of_sequence_means_is_one_over_micro_batches(scored, share_rows):
+  options = dict(loss_agg_mode="seq-mean-token-mean", micro_rows=1)
+  metrics, _ = tiny.update(scored, share_rows=share_rows, **options)
   rows = [a[: len(r)].mean() for a, r in zip(scored.advantages, tiny.RESPONSES)]
   assert metrics["actor/loss"] == pytest.approx(-np.mean(rows), abs=2e-6)
 

@@ -68,7 +68,15 @@ def test_the_loss_and_its_metrics_by_numpy(valued):
 
 
 @pytest.mark.parametrize(
-  "options", [dict(micro_rows=1), dict(mesh=(1, 2, 2)), dict(mesh=(2, 4, 2))], ids=str
+  "options",
+  [
+    dict(micro_rows=1),
+    dict(mesh=(1, 2, 2)),
+    dict(mesh=(2, 4, 2)),
+    dict(share_rows=True),
+    dict(share_rows=True, mesh=(2, 2, 1)),
+  ],
+  ids=str,
 )
 def test_the_split_of_the_work_does_not_change_the_update(valued, options):
   (metrics, change), (expected, whole) = update(valued, **options), update(valued)
