@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxrl_hybrid.models.decoder import Mixture
 from jaxrl_hybrid.models.spec import ModelSpec
+from jaxrl_hybrid.models.transformer import Mixture
 from jaxrl_hybrid.ops.experts import batched_mixture
 from jaxrl_hybrid.parallel.rules import Layout
 
