@@ -115,6 +115,14 @@ def test_tensor_parallelism_does_not_change_the_update(off_policy, result):
   tiny.assert_same_update(tiny.update(off_policy, mesh=(1, 2, 1)), result, rel=5e-6)
 
 
+def test_losses_of_whole_sequences_have_rows_of_their_own(off_policy):
+  """GSPO's ratio is of a sequence; what shares a row must not change it."""
+  apart = tiny.update(off_policy, policy_loss="gspo")
+  tiny.assert_same_update(
+    tiny.update(off_policy, policy_loss="gspo", share_rows=True), apart
+  )
+
+
 @pytest.mark.parametrize("share_rows", [False, True])
 def test_a_mean_of_sequence_means_is_one_over_micro_batches(scored, share_rows):
   options = dict(loss_agg_mode="seq-mean-token-mean", micro_rows=1)
