@@ -214,7 +214,7 @@ def base() -> ConfigDict:
         export_hf=True,
         sample_rows=4,
         pack_sequences=True,  # several in a row, where that saves rows
-        compile_cache="",
+        compile_cache="auto",  # auto: in the user's cache directory | off | directory
       ),
     )
   )

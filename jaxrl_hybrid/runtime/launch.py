@@ -17,13 +17,13 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.parallel.multihost import is_primary
+from jaxrl_hybrid.runtime import compile_cache
 
 MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -75,8 +75,8 @@ def setup(config: ConfigDict) -> None:
   if config.model.dtype == "float32":
     # GPUs would otherwise round fp32 products to TF32: a rollout/train gap of 1e-3.
     jax.config.update("jax_default_matmul_precision", "highest")
-  if config.trainer.compile_cache:
-    cache = Path(config.trainer.compile_cache).expanduser().absolute()
+  cache = compile_cache.directory(config.trainer.compile_cache, os.environ)
+  if cache is not None and compile_cache.is_writable(cache):
     jax.config.update("jax_compilation_cache_dir", str(cache))
   if group:
     _join(group)
