@@ -8,7 +8,7 @@ import math
 from ml_collections import ConfigDict
 
 from jaxrl_hybrid.algorithms.correction import REJECTIONS
-from jaxrl_hybrid.algorithms.registry import ESTIMATORS, TERMS
+from jaxrl_hybrid.algorithms.registry import ESTIMATORS, GREEDY, TERMS
 from jaxrl_hybrid.errors import ConfigError
 
 NO_RATIO = ("reinforce", "gpg")  # policy losses that do not look at the old log-probs
@@ -26,6 +26,11 @@ def check_algorithm(config: ConfigDict) -> None:
     )
   check_correction(config)
   _check_filter(config)
+  if config.algorithm.use_cost and estimator.needs & {GREEDY, TERMS}:
+    raise ConfigError(
+      f"algorithm.use_cost: {algorithm.adv_estimator} looks at scores that costs do "
+      "not have; expected an estimator such as gae, grpo, rloo"
+    )
   if TERMS in estimator.needs:
     _check_terms(config)
   if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,8 @@ from ml_collections import ConfigDict
 
 from jaxrl_hybrid import adapting
 from jaxrl_hybrid import config as config_lib
-from jaxrl_hybrid.algorithms.filtering import GroupFilter
 from jaxrl_hybrid.algorithms.kl import KLController
-from jaxrl_hybrid.algorithms.presets import Algorithm
-from jaxrl_hybrid.algorithms.running import RewardShaper
-from jaxrl_hybrid.algorithms.warmup import CriticWarmup
-from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.data.template import PromptEncoder
-from jaxrl_hybrid.inspection import make_algorithm
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import HEAD
 from jaxrl_hybrid.models.decoder import Decoder
@@ -42,9 +35,6 @@ from jaxrl_hybrid.rollout.engine import Engine
 from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.rollout.stop import StopStrings
 from jaxrl_hybrid.run_plan import Plan
-from jaxrl_hybrid.runtime import processes
-from jaxrl_hybrid.runtime.checkpoint import Checkpoints
-from jaxrl_hybrid.runtime.recorder import make_recorder
 from jaxrl_hybrid.workers.actor import Actor, ActorSettings
 from jaxrl_hybrid.workers.adapted import Frozen
 from jaxrl_hybrid.workers.critic import Critic, CriticSettings
@@ -54,52 +44,6 @@ from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward import RewardWorker
 from jaxrl_hybrid.workers.reward_model import RewardModel
 from jaxrl_hybrid.workers.stores import shardings_of
-
-
-def assemble(plan: Plan, run_dir: Path) -> Controller:
-  """Loads weights and builds every role that the algorithm needs."""
-  config, algorithm = plan.config, make_algorithm(plan.config)
-  recorder = make_recorder(run_dir, config)
-  actor = actor_from(plan, starting_params(plan))
-  checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
-  step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
-  step = processes.broadcast(step)
-  controller = Controller(
-    algorithm=algorithm,
-    actor=actor,
-    reward=make_reward(plan),
-    reference=make_reference(plan, actor),
-    critic=_loaded_critic(plan, actor) if algorithm.needs_critic else None,
-    kl_controller=make_kl_controller(config),
-    shaper=RewardShaper(
-      config.algorithm.normalize_rewards, config.algorithm.reward_clip
-    ),
-    group_filter=_group_filter(config),
-    stream=plan.stream,
-    eval_prompts=plan.eval_prompts,
-    settings=config.trainer,
-    critic_warmup=_critic_warmup(config, algorithm),
-    checkpoints=checkpoints,
-    recorder=recorder,
-  )
-  if step is not None:
-    controller.resume(step)
-  processes.on_primary(lambda: recorder.open(step))
-  return controller
-
-
-def _critic_warmup(config: ConfigDict, algorithm: Algorithm) -> CriticWarmup:
-  if not algorithm.needs_critic:
-    return CriticWarmup(0, 0)
-  critic = config.critic
-  return CriticWarmup(critic.warmup, critic.full_steps, critic.warmup_explained_var)
-
-
-def _group_filter(config: ConfigDict) -> GroupFilter | None:
-  section = config.algorithm.filter_groups
-  if not section.enable:
-    return None
-  return GroupFilter(section.metric, section.max_num_gen_batches)
 
 
 def make_kl_controller(config: ConfigDict) -> KLController:
@@ -354,7 +298,8 @@ def critic_from(plan: Plan, params: Params) -> Critic:
   return _adapted_critic(plan, frozen, params[HEAD])
 
 
-def _loaded_critic(plan: Plan, actor: Actor) -> Critic:
+def loaded_critic(plan: Plan, actor: Actor) -> Critic:
+  """The critic of the config, with its weights."""
   if plan.config.critic.share_base:
     return _adapted_critic(plan, actor.state.store.frozen.share(), None)
   own = plan.of_critic

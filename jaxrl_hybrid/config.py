@@ -8,18 +8,17 @@ them in, ``validate`` checks every value and combination.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from jaxrl_hybrid import algorithm_checks, user_files
+from jaxrl_hybrid import algorithm_checks, costs, user_files
 from jaxrl_hybrid import config_checks as checks
 from jaxrl_hybrid.algorithms import presets
 from jaxrl_hybrid.algorithms.registry import LOSS_KNOBS, POLICY_LOSSES
-from jaxrl_hybrid.errors import ConfigError
+from jaxrl_hybrid.batch_sizes import Sizes, check_batch
 
 
 def base() -> ConfigDict:
@@ -131,6 +130,17 @@ def base() -> ConfigDict:
         weight=1.0,
         max_length=optional(int),  # of prompt and response; default: the model's
       ),
+      # Safe RLHF: what must stay below a limit, with a multiplier as its price.
+      cost=dict(
+        functions=(),
+        weights=(),
+        model=dict(path="", random=dict(), weight=1.0, max_length=optional(int)),
+        critic_path="",  # what the cost's critic starts from; default: model.path
+        limit=0.0,  # mean cost of a response
+        multiplier=1.0,  # at the start
+        multiplier_lr=0.1,
+        multiplier_max=10.0,
+      ),
       algorithm=dict(
         name="grpo",  # a preset; or an estimator or a loss: GRPO with that one
         module="",  # the user's own file or module; it registers names for here
@@ -141,6 +151,7 @@ def base() -> ConfigDict:
         whiten_advantages=optional(bool),
         normalize_rewards=False,  # by the mean and std of all scores so far
         reward_clip=optional(float),  # rewards in [-c, c], after that
+        use_cost=optional(bool),  # the section `cost`
         use_kl_in_reward=False,
         kl_penalty="k1",
         kl_ctrl=dict(type="fixed", kl_coef=0.001, target_kl=0.1, horizon=10_000),
@@ -221,37 +232,6 @@ def base() -> ConfigDict:
   return config.lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """Derived arithmetic, all of it printed before weights load."""
-
-  prompts: int  # per step
-  sequences: int  # per step
-  mini_batches: int  # per epoch
-  mini_sequences: int
-  micro_sequences: int  # over all dp shards
-  accumulation: int  # micro-batches per mini-batch
-  updates_per_step: int
-  dp: int
-  pipeline_microbatches: int  # of micro_sequences
-
-  def describe(self, total_steps: int) -> str:
-    """A table for the user."""
-    return (
-      f"batch: {self.prompts} prompts -> {self.sequences} sequences per step; "
-      f"{self.updates_per_step} update(s) of {self.mini_sequences} sequences in "
-      f"{self.accumulation} micro-batch(es) of {self.micro_sequences} "
-      f"({self.micro_sequences // self.dp} per device, dp={self.dp}"
-      f"{self._describe_pipeline()}); "
-      f"{total_steps} steps = {total_steps * self.updates_per_step} updates"
-    )
-
-  def _describe_pipeline(self) -> str:
-    if self.pipeline_microbatches == 1:
-      return ""
-    return f", {self.pipeline_microbatches} pipeline microbatches"
-
-
 def resolve(config: ConfigDict) -> ConfigDict:
   """A copy with every None that has a default filled in.
 
@@ -322,12 +302,13 @@ def validate(config: ConfigDict, *, training: bool = True) -> Sizes:
   checks.check_rewards(config)
   checks.check_reward_model(config)
   algorithm_checks.check_algorithm(config)
+  costs.check_cost(config)
   _warn_of_unused_knobs(config)
   checks.check_warmup(config)
   checks.check_lora(config)
   if training:
     checks.check_data(config)
-  return _check_batch(config)
+  return check_batch(config)
 
 
 def _warn_of_unused_knobs(config: ConfigDict) -> None:
@@ -353,34 +334,3 @@ def flatten(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
       yield from flatten(value, f"{prefix}{key}.")
     else:
       yield prefix + key, value
-
-
-def _check_batch(config: ConfigDict) -> Sizes:
-  prompts, n = config.data.train_batch_size, config.rollout.n
-  mini, dp = config.actor.ppo_mini_batch_size, config.mesh.train[2]
-  per_device = config.actor.ppo_micro_batch_size_per_device
-  if prompts % mini:
-    raise ConfigError(
-      f"actor.ppo_mini_batch_size (in prompts): expected a divisor of "
-      f"data.train_batch_size={prompts}, got {mini}"
-    )
-  microbatches = config.mesh.pipeline_microbatches
-  micro = per_device * dp * microbatches
-  if (mini * n) % micro:
-    raise ConfigError(
-      f"a mini-batch has {mini} prompts x {n} samples = {mini * n} sequences; "
-      f"expected a multiple of actor.ppo_micro_batch_size_per_device={per_device} "
-      f"x dp={dp} x mesh.pipeline_microbatches={microbatches} = {micro}; change one "
-      "of them or mesh.train"
-    )
-  return Sizes(
-    prompts,
-    prompts * n,
-    prompts // mini,
-    mini * n,
-    micro,
-    mini * n // micro,
-    prompts // mini * config.actor.ppo_epochs,
-    dp,
-    microbatches,
-  )

@@ -16,7 +16,11 @@ from ml_collections.config_flags import config_flags
 from jaxrl_hybrid.config import base, flatten, load_module
 from jaxrl_hybrid.errors import ConfigError
 
-FREE = ("model.random", "reward_model.random")  # sections of any HF config fields
+FREE = (
+  "model.random",
+  "reward_model.random",
+  "cost.model.random",
+)  # sections of any HF config fields
 
 
 def from_argv(argv: Sequence[str]) -> tuple[ConfigDict, str]:

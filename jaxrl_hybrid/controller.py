@@ -38,6 +38,7 @@ from jaxrl_hybrid.runtime.recorder import Recorder, SilentRecorder
 from jaxrl_hybrid.runtime.timers import Timers
 from jaxrl_hybrid.types import LENGTH, Batch, Prompt
 from jaxrl_hybrid.workers.actor import Actor
+from jaxrl_hybrid.workers.constraint import Constraint
 from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward import RewardWorker
@@ -57,6 +58,7 @@ class Controller:
   critic: Critic | None
   kl_controller: KLController
   shaper: RewardShaper
+  constraint: Constraint | None
   group_filter: GroupFilter | None
   stream: PromptStream | DynamicStream
   eval_prompts: Sequence[Prompt]
@@ -92,6 +94,9 @@ class Controller:
   def train_step(self, timers: Timers) -> Metrics:
     """One step of the algorithm: the lines of the paper."""
     batch = self.collect(timers)
+    if self.constraint:
+      with timers("cost"):
+        batch = self.constraint.compute_costs(batch)
     with timers("old_log_prob"):
       batch = self.actor.compute_old_log_probs(batch, self.algorithm)
     if self.algorithm.needs_collision:
@@ -103,6 +108,9 @@ class Controller:
     if self.critic:
       with timers("values"):
         batch = self.critic.compute_values(batch)
+    if self.constraint:
+      with timers("cost_values"):
+        batch = self.constraint.compute_values(batch)
     with timers("adv"):
       batch = self.shaper.shape(batch)
       batch = compute_advantages(
@@ -110,11 +118,15 @@ class Controller:
         self.algorithm,
         self.kl_controller,
         critic_share=self.critic_warmup.share(self.step),
+        multiplier=self.constraint.multiplier if self.constraint else None,
       )
     metrics = batch.metrics | _lengths(batch) | self._progress()
     if self.critic:
       with timers("update_critic"):
         metrics |= self.critic.update(batch)
+    if self.constraint:
+      with timers("update_cost_critic"):
+        metrics |= self.constraint.update(batch)
     if self.critic_warmup.actor_learns(self.step):
       with timers("update_actor"):
         metrics |= self.actor.update_policy(batch)
@@ -192,7 +204,8 @@ class Controller:
       "stream": self.stream.state(),
       "kl_coef": self.kl_controller.coef,
       "reward_moments": self.shaper.moments.state(),
-      "value_moments": self.critic.moments.state() if self.critic else None,
+      "value_moments": {name: role.moments.state() for name, role in self._critics()},
+      "multiplier": self.constraint.multiplier.state() if self.constraint else None,
       "critic_warmup": self.critic_warmup.state(),
       "last_eval": self.last_eval,
       "updates": {name: role.state.updates for name, role in self._trained()},
@@ -209,8 +222,10 @@ class Controller:
     self.stream.restore(host["stream"])
     self.kl_controller.coef = host["kl_coef"]
     self.shaper.moments.restore(host["reward_moments"])
-    if self.critic:
-      self.critic.moments.restore(host["value_moments"])
+    for name, role in self._critics():
+      role.moments.restore(host["value_moments"][name])
+    if self.constraint:
+      self.constraint.multiplier.restore(host["multiplier"])
     self.critic_warmup.restore(host["critic_warmup"])
     self.last_eval = host["last_eval"]
     self.step = host["step"]
@@ -224,7 +239,11 @@ class Controller:
     return {"critic/share": share}
 
   def _trained(self) -> list[tuple[str, Any]]:
-    roles = [("actor", self.actor), ("critic", self.critic)]
+    return [("actor", self.actor), *self._critics()]
+
+  def _critics(self) -> list[tuple[str, Critic]]:
+    costs = self.constraint.critic if self.constraint else None
+    roles = [("critic", self.critic), ("cost_critic", costs)]
     return [(name, role) for name, role in roles if role]
 
   def _arrays(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxrl_hybrid import adapting, config_checks, model_source
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.correction import Correction
 from jaxrl_hybrid.algorithms.presets import Algorithm
+from jaxrl_hybrid.costs import cost_config, naming_cost
 from jaxrl_hybrid.data import files, weighting
 from jaxrl_hybrid.data import prompts as prompts_lib
 from jaxrl_hybrid.data import tokenizer as tokenizers
@@ -51,14 +52,11 @@ def inspect(
     JaxrlError: whatever is wrong, before weights load.
   """
   config_lib.validate(config, training=training)
-  longest = _longest(config)
-  model = model_source.open_model(config.model, longest=longest)
-  plan = inspect_model(config, model, devices=devices)
-  algorithm, critic, critic_lora = make_algorithm(config), model, None
-  if algorithm.needs_critic:
-    critic = model_source.open_critic(config, model, longest=longest)
-    critic_lora = adapting.lora_spec(config, params_lib.VALUE, critic.spec)
-  _check_length(config, "critic.path", most_positions(critic.spec))
+  model = model_source.open_model(config.model, longest=_longest(config))
+  plan = _with_judges(inspect_model(config, model, devices=devices), config)
+  if config.algorithm.use_cost:
+    with naming_cost():
+      plan = dataclasses.replace(plan, cost=_with_judges(plan, cost_config(config)))
   encoder = make_encoder(config, model.tokenizer)
   train_data = None
   if training:
@@ -71,15 +69,29 @@ def inspect(
       "data.eval_files": _ids(eval_prompts),
     }
   )
-  plan = dataclasses.replace(
+  return dataclasses.replace(
     plan,
-    critic=critic,
-    critic_lora=critic_lora,
-    reward_model=model_source.open_reward_model(config, model, longest=longest),
     train_data=train_data,
     stream=make_stream(config, train_data) if train_data else None,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
+  )
+
+
+def _with_judges(plan: Plan, config: ConfigDict) -> Plan:
+  """The plan with what scores and values responses, by ``config``."""
+  algorithm, model, longest = make_algorithm(config), plan.source, _longest(config)
+  critic, critic_lora = model, None
+  if algorithm.needs_critic:
+    critic = model_source.open_critic(config, model, longest=longest)
+    critic_lora = adapting.lora_spec(config, params_lib.VALUE, critic.spec)
+  _check_length(config, "critic.path", most_positions(critic.spec))
+  plan = dataclasses.replace(
+    plan,
+    config=config,
+    critic=critic,
+    critic_lora=critic_lora,
+    reward_model=model_source.open_reward_model(config, model, longest=longest),
     reward=_reward(config, model.tokenizer, algorithm.min_group_size),
   )
   if plan.reward_model and not plan.re_encodes:

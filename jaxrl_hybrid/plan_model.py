@@ -43,6 +43,8 @@ NOTE = (
   "jaxrl_hybrid/plan_model.py, all other sizes are exact"
 )
 FP32 = 4
+# Beginnings of the phases whose programs have no language model head.
+HEADLESS = ("values", "reward", "cost", "update_critic", "update_cost_critic")
 
 
 class Model:
@@ -79,7 +81,7 @@ class Model:
       tokens: U, on each device, of a prefill program.
       rows: N, of a decode program.
     """
-    critic = phase in ("values", "reward") or phase.startswith("update_critic")
+    critic = phase.startswith(HEADLESS)
     if tokens:
       size = self._prefill(tokens)
     elif rows:

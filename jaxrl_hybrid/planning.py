@@ -38,6 +38,8 @@ from jaxrl_hybrid.workers.training import TrainState, abstract_batch, shared_col
 CRITIC_COLUMNS = ("returns", "old_values")
 BUFFERS, CACHE = "activations and buffers", "KV cache"  # components
 GEN, REWARD = "gen", "reward"  # phases
+COST = ("cost_critic", "cost")  # a role and a phase
+VALUES = {"critic": "values", "cost_critic": "cost_values"}  # phases of the critics
 Bytes = dict[str, int]  # component -> bytes per GPU
 
 
@@ -105,13 +107,15 @@ class Planner:
     self._algorithm = make_algorithm(config)
     self.actor: Actor = build.planned_actor(plan)
     self.reference: Reference | None = build.make_reference(plan, self.actor)
-    self.critic: Critic | None = None
-    if self._algorithm.needs_critic:
-      self.critic = build.planned_critic(plan.of_critic, self.actor)
-    self.reward_model: RewardModel | None = None
-    if plan.reward_model:
-      layout = role_params.weight_layout(plan.of_reward_model, VALUE)
-      self.reward_model = build.make_reward_model(plan, layout.abstract_weights())
+    self.critics: dict[str, Critic] = {}
+    self.judges: dict[str, RewardModel] = {}  # by their phase
+    for side, critic, judge in ((plan, "critic", REWARD), (plan.cost, *COST)):
+      if side and self._algorithm.needs_critic:
+        self.critics[critic] = build.planned_critic(side.of_critic, self.actor)
+      if side and side.reward_model:
+        layout = role_params.weight_layout(side.of_reward_model, VALUE)
+        weights = layout.abstract_weights()
+        self.judges[judge] = build.make_reward_model(side, weights)
     self._plain = self.actor.generator.plain(self.actor.state.weights)
     self._generation = self.actor.generator.switch.copy(self._plain)
 
@@ -134,11 +138,11 @@ class Planner:
     merged = {"merged weights": self._merged_bytes()}
     yield self._phase("switch", copy | merged | beyond)
     yield from self._generation_phases(copy)
-    if self.reward_model:
-      weights = offload.to_device(self.reward_model.weights)
-      length = self._plan.config.reward_model.max_length
-      length = length if self._plan.re_encodes else None
-      yield self._scoring(REWARD, self.reward_model.scores, weights, length)
+    for name, judge in self.judges.items():
+      side = self._plan if name == REWARD else self._plan.cost
+      length = side.config.reward_model.max_length if side.re_encodes else None
+      weights = offload.to_device(judge.weights)
+      yield self._scoring(name, judge.scores, weights, length)
     if self._needs_old_log_probs():
       yield self._scoring(
         "old_log_prob", self.actor.log_probs, self.actor.state.weights
@@ -146,12 +150,12 @@ class Planner:
     if self.reference:
       on_device = offload.to_device(self.reference.weights)
       yield self._scoring("ref", self.reference.log_probs, on_device)
-    if self.critic:
-      weights = offload.to_device(self.critic.state.weights)
-      yield self._scoring("values", self.critic.values, weights)
+    for name, critic in self.critics.items():
+      weights = offload.to_device(critic.state.weights)
+      yield self._scoring(VALUES[name], critic.values, weights)
       columns = dict.fromkeys(CRITIC_COLUMNS, np.float32)
-      yield from self._update("update_critic", self.critic.state, columns)
-      self.critic.state.store.rest()
+      yield from self._update(f"update_{name}", critic.state, columns)
+      critic.state.store.rest()
     yield from self._update("update_actor", self.actor.state, self._actor_columns())
 
   def _phase(self, name: str, beyond: Bytes) -> Phase:
@@ -163,17 +167,19 @@ class Planner:
 
   def _resident(self) -> Bytes:
     found = {}
-    for name, role in (("actor", self.actor), ("critic", self.critic)):
-      if role:
-        store = role.state.store
-        found[f"{name} fp32 parameters"] = abstract.device_bytes(store.params)
-        found[f"{name} moments"] = abstract.device_bytes(store.opt_state)
-        found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
+    for name, role in self._trained().items():
+      store = role.state.store
+      found[f"{name} fp32 parameters"] = abstract.device_bytes(store.params)
+      found[f"{name} moments"] = abstract.device_bytes(store.opt_state)
+      found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
     if self.reference and not self.reference.shared:
       found["reference weights"] = abstract.device_bytes(self.reference.weights)
-    if self.reward_model:
-      found["reward weights"] = abstract.device_bytes(self.reward_model.weights)
+    for name, judge in self.judges.items():
+      found[f"{name} weights"] = abstract.device_bytes(judge.weights)
     return found
+
+  def _trained(self) -> dict[str, Actor | Critic]:
+    return {"actor": self.actor, **self.critics}
 
   def _generation_phases(self, copy: Bytes) -> Iterator[Phase]:
     """Of training, and of greedy completions if they need more."""
@@ -238,8 +244,8 @@ class Planner:
     """Weights that are on the device for this phase only."""
     if name == "ref":
       return {"reference weights": abstract.host_bytes(self.reference.weights)}
-    if name == REWARD:
-      return {"reward weights": abstract.host_bytes(self.reward_model.weights)}
+    if name in self.judges:
+      return {f"{name} weights": abstract.host_bytes(self.judges[name].weights)}
     return {}
 
   def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
@@ -310,12 +316,11 @@ class Planner:
     return abstract.device_bytes(kernels)
 
   def _host_bytes(self) -> int:
-    frozen = (self.reference, self.reward_model)
+    frozen = (self.reference, *self.judges.values())
     trees = [role.weights for role in frozen if role]
-    for role in (self.actor, self.critic):
-      if role:
-        store = role.state.store
-        trees += [store.params, store.opt_state, store.held_weights]
+    for role in self._trained().values():
+      store = role.state.store
+      trees += [store.params, store.opt_state, store.held_weights]
     return sum(abstract.host_bytes(tree) for tree in trees)
 
   def _needs_old_log_probs(self) -> bool:
@@ -341,12 +346,14 @@ class Planner:
 
 
 def _estimates(plan: Plan) -> dict[str, plan_model.Model]:
-  """By phase: those of the critic and of the reward model, and ``GEN``, the rest."""
+  """By phase: those of critics and of reward and cost models, and ``GEN``, the rest."""
   models = {GEN: plan_model.Model(plan)}
-  critic = plan_model.Model(plan.of_model(plan.critic))
-  models |= dict.fromkeys(("values", "update_critic"), critic)
-  if plan.reward_model:
-    models[REWARD] = plan_model.Model(plan.of_model(plan.reward_model))
+  for side, critic, judge in ((plan, "critic", REWARD), (plan.cost, *COST)):
+    if side:
+      phases = (VALUES[critic], f"update_{critic}")
+      models |= dict.fromkeys(phases, plan_model.Model(side.of_critic))
+    if side and side.reward_model:
+      models[judge] = plan_model.Model(plan.of_model(side.reward_model))
   return models
 
 

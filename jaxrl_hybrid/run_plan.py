@@ -33,6 +33,8 @@ class Plan:
     reward_model: None: there is none. It reads the actor's token ids if it has the
       actor's tokenizer object.
     reward: None in the plan of a model by itself.
+    cost: the same plan with the cost's config, critic, model and functions in the
+      place of the reward's; None: the algorithm has no cost.
   """
 
   config: ConfigDict
@@ -50,6 +52,7 @@ class Plan:
   generation_layout: Layout
   lora: LoraSpec | None = None  # of the actor
   critic_lora: LoraSpec | None = None
+  cost: Plan | None = None
 
   def of_model(self, source: model_source.ModelSource) -> Plan:
     """The same plan with another model in the actor's place."""
@@ -99,6 +102,7 @@ class Plan:
       *adapting.describe("critic", self.critic_lora, self.critic.spec),
       *self.source.ignored_sampling(),
       *self._describe_reward_model(),
+      *self._describe_cost(),
       *([self.train_data.describe()] if self.train_data else []),
       f"evaluation: {len(self.eval_prompts)} of {self.eval_total} prompts, greedy",
     ]
@@ -112,6 +116,15 @@ class Plan:
       f"critic: {self.critic.spec.family}, {size:,} parameters, from "
       f"{self.critic.describe()}"
     ]
+
+  def _describe_cost(self) -> list[str]:
+    if self.cost is None:
+      return []
+    section = self.config.cost
+    terms = [*section.functions, *(["a cost model"] if self.cost.reward_model else [])]
+    lines = [f"cost: {', '.join(terms)}; at most {section.limit:g} on average"]
+    own = [*self.cost._describe_critic(), *self.cost._describe_reward_model()]
+    return lines + [f"cost: {line}" for line in own]
 
   def _describe_reward_model(self) -> list[str]:
     if self.reward_model is None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_hybrid import build, cli, inspection, role_params
+from jaxrl_hybrid import assembly, cli, inspection, role_params
 from jaxrl_hybrid.controller import Controller
 from jaxrl_hybrid.models.hf.export import check_replaceable, export_hf
 from jaxrl_hybrid.runtime import processes
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
   run_dir = Path(config.trainer.run_dir or processes.broadcast(_default_run_dir(file)))
   if config.trainer.export_hf:
     check_replaceable((run_dir / "hf").absolute(), plan.source.path)
-  controller = build.assemble(plan, run_dir)
+  controller = assembly.assemble(plan, run_dir)
   processes.say(f"run_dir={run_dir}; to resume: {_resume_command(rest, run_dir)}")
   try:
     evaluation = controller.fit()

@@ -85,6 +85,10 @@ class Batch:
   score_weights: dict[str, float] = dataclasses.field(default_factory=dict)
   baseline_scores: np.ndarray | None = None  # float32 [N], ReMax's greedy
   rewards: np.ndarray | None = None  # float32 [N, R], per token
+  costs: np.ndarray | None = None  # float32 [N], Safe RLHF's; as scores
+  token_costs: np.ndarray | None = None  # float32 [N, R], as rewards
+  cost_values: np.ndarray | None = None  # float32 [N, R]
+  cost_returns: np.ndarray | None = None  # float32 [N, R]
   advantages: np.ndarray | None = None  # float32 [N, R]
   returns: np.ndarray | None = None  # float32 [N, R]
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -122,7 +122,7 @@ def test_the_algorithm_sets_defaults_that_can_be_overridden():
 
 NAMES = (
   "ppo remax grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg "
-  "dapo dr_grpo gspo cispo sapo dppo gdpo grpo_passk otb "
+  "dapo safe_rlhf dr_grpo gspo cispo sapo dppo gdpo grpo_passk otb "
   # and what is no preset but an estimator or a loss
   "gae optimal_token_baseline vanilla dppo_kl clip_cov kl_cov geo_mean dro reinforce"
 ).split()
@@ -133,13 +133,9 @@ def test_one_line_switches_the_algorithm(name):
   config = load(f"--config.algorithm.name={name}")
   config_lib.validate(config)
   parts = (config.algorithm.adv_estimator, config.actor.policy_loss)
-  own = {
-    "dr_grpo": "grpo",
-    "dapo": "grpo",
-    "otb": "optimal_token_baseline",
-    "dppo": "dppo_tv",
-  }
-  assert name == "ppo" or own.get(name, name) in parts
+  own = {"ppo": "gae", "safe_rlhf": "gae", "dr_grpo": "grpo", "dapo": "grpo"}
+  own |= {"dppo": "dppo_tv", "otb": "optimal_token_baseline"}
+  assert own.get(name, name) in parts
   assert None not in (config.actor.clip_ratio_low, config.actor.loss_agg_mode)
 
 

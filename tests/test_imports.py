@@ -8,17 +8,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 # Each layer may import itself and those after it.
 LAYERS = [
-  {"api", "controller", "build", "adapting", "inspection", "model_source", "cli"}
-  | {"evaluation", "run_plan", "role_params"}
-  | {
-    "config",
-    "config_checks",
-    "algorithm_checks",
-    "config_reader",
-    "train",
-    "evaluate",
-    "export",
-  }
+  {"api", "controller", "assembly", "build", "adapting", "inspection", "cli"}
+  | {"model_source", "evaluation", "run_plan", "role_params", "costs"}
+  | {"config", "config_checks", "algorithm_checks", "config_reader", "batch_sizes"}
+  | {"train", "evaluate", "export"}
   | {"plan", "plan_model", "plan_report", "planning", "tools"},
   {"workers", "data", "rewards", "runtime"},
   {"rollout", "parallel", "models"},

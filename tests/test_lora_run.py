@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_hybrid import (
   adapting,
+  assembly,
   build,
   config_reader,
   inspection,
@@ -69,7 +70,7 @@ def metrics_of(run_dir):
 def shared(tmp_path_factory):
   """(plan, run directory, controller after three steps, frozen base before them)."""
   plan, run_dir = inspect(**SHARED), tmp_path_factory.mktemp("shared")
-  controller = build.assemble(plan, run_dir)
+  controller = assembly.assemble(plan, run_dir)
   before = host(controller.actor.state.store.frozen.weights)
   controller.fit()
   controller.recorder.close()

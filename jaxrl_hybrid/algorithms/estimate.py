@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxrl_hybrid.algorithms import kl as kl_lib
 from jaxrl_hybrid.algorithms import reduce
+from jaxrl_hybrid.algorithms.lagrange import Multiplier
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.registry import ESTIMATORS
 from jaxrl_hybrid.algorithms.warmup import take_over
@@ -21,12 +22,19 @@ def compute_advantages(
   kl_controller: kl_lib.KLController,
   *,
   critic_share: float = 1.0,
+  multiplier: Multiplier | None = None,
 ) -> Batch:
   """Adds ``advantages`` and ``returns`` (and the KL in the reward, if asked).
 
   Needs ``rewards``, what the estimator needs (``registry.NEEDS``), and
-  ``old_log_probs`` and ``ref_log_probs`` for the KL in the reward. ``critic_share``
-  is that of ``warmup.take_over``.
+  ``old_log_probs`` and ``ref_log_probs`` for the KL in the reward.
+
+  Args:
+    batch: a scored batch.
+    algorithm: how.
+    kl_controller: of the KL in the reward; it adapts.
+    critic_share: that of ``warmup.take_over``.
+    multiplier: of the costs, if there are any: ``cost_returns`` are added too.
 
   Raises:
     ConfigError: an estimator gives arrays of another shape.
@@ -34,16 +42,14 @@ def compute_advantages(
   """
   if algorithm.use_kl_in_reward:
     batch = _penalize(batch, algorithm, kl_controller)
-  found, returns = estimate(batch, algorithm)
-  if critic_share < 1.0:
-    found, returns = take_over(
-      found,
-      returns,
-      batch.rewards,
-      batch.mask,
-      gamma=algorithm.gamma,
-      share=critic_share,
+  found, returns = estimate(batch, algorithm, critic_share=critic_share)
+  if multiplier is not None:
+    own = batch.with_fields(
+      scores=batch.costs, rewards=batch.token_costs, values=batch.cost_values
     )
+    costs, cost_returns = estimate(own, algorithm, critic_share=critic_share)
+    batch = batch.with_fields(cost_returns=cost_returns)
+    found = multiplier.combine(found, costs)
   if algorithm.whiten_advantages:
     found = reduce.whiten(found, batch.mask)
   return batch.with_fields(
@@ -53,7 +59,9 @@ def compute_advantages(
   )
 
 
-def estimate(batch: Batch, algorithm: Algorithm) -> Arrays:
+def estimate(
+  batch: Batch, algorithm: Algorithm, *, critic_share: float = 1.0
+) -> Arrays:
   """(advantages, returns) ``[N, R]`` of the estimator, 0 outside of the mask.
 
   Raises:
@@ -63,7 +71,16 @@ def estimate(batch: Batch, algorithm: Algorithm) -> Arrays:
   found = ESTIMATORS[name].function(batch, algorithm)
   both = found if isinstance(found, tuple) else (found, found)
   advantages, returns = (_per_token(x, batch, name) for x in both)
-  return advantages, returns
+  if critic_share == 1.0:
+    return advantages, returns
+  return take_over(
+    advantages,
+    returns,
+    batch.rewards,
+    batch.mask,
+    gamma=algorithm.gamma,
+    share=critic_share,
+  )
 
 
 def _per_token(x: np.ndarray, batch: Batch, name: str) -> np.ndarray:

@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
   "actor.clip_ratio_high": 0.2,
   "actor.clip_ratio_c": 3.0,
   "algorithm.filter_groups.enable": False,
+  "algorithm.use_cost": False,
 }
 
 
@@ -39,6 +40,8 @@ def _preset(**changes: Any) -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {
   # Schulman et al. 2017, with a critic and GAE.
   "ppo": _preset(adv_estimator="gae", whiten_advantages=True),
+  # Dai et al. 2024: PPO with a cost below a limit; any estimator can have one.
+  "safe_rlhf": _preset(adv_estimator="gae", whiten_advantages=True, use_cost=True),
   # Li et al. 2024: the greedy completion's reward replaces the critic.
   "remax": _preset(adv_estimator="remax"),
   # Shao et al. 2024: the group replaces the critic.

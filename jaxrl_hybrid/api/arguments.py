@@ -268,6 +268,7 @@ def warn_of_run_only(config: ConfigDict) -> None:
   """Settings of the training loop, which a loop of the caller's own does not have."""
   algorithm = config.algorithm
   ignored = {
+    "algorithm.use_cost": algorithm.use_cost,
     "algorithm.filter_groups": algorithm.filter_groups.enable,
     "algorithm.normalize_rewards": algorithm.normalize_rewards,
     "algorithm.reward_clip": algorithm.reward_clip is not None,

@@ -76,8 +76,14 @@ def symbol_match(solution_str: str, ground_truth: Any) -> float:
   return matches / max(len(answer), len(truth))
 
 
+def word_count(solution_str: str) -> float:
+  """White-space separated words of the completion: a cost, or with a weight < 0."""
+  return float(len(solution_str.split()))
+
+
 BUILTINS: dict[str, Callable[..., float]] = {
-  f.__name__: f for f in (exact_match, gsm8k, boxed_math, last_number, symbol_match)
+  f.__name__: f
+  for f in (exact_match, gsm8k, boxed_math, last_number, symbol_match, word_count)
 }
 
 

@@ -38,6 +38,8 @@ class CriticSettings:
 class Critic:
   """A decoder with a value head, its optimizer and its compiled programs.
 
+  ``name`` is that of its metrics.
+
   With ``normalize_values`` the head gives values at mean 0 and std 1 of all returns
   so far (``moments``); values, returns and their loss are told in the rewards' units
   outside of this class, and the loss in the head's.
@@ -55,7 +57,9 @@ class Critic:
     clip_grad: float = math.inf,
     where: Offload = RESIDENT,
     frozen: Frozen | None = None,
+    name: str = "critic",
   ):
+    self.name = name
     self.state = TrainState(
       params,
       optimizer,
@@ -85,7 +89,7 @@ class Critic:
     return batch.with_fields(values=values)
 
   def update(self, batch: Batch) -> dict[str, float]:
-    """Runs all epochs and mini-batches; returns ``critic/*`` metrics."""
+    """Runs all epochs and mini-batches; returns ``<name>/*`` metrics."""
     settings, pending = self._settings, []
     targets = {"returns": batch.returns, "old_values": batch.values}
     if settings.normalize_values:
@@ -108,7 +112,7 @@ class Critic:
       pending.append(self.state.step(packed, places.micro_batches))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     self.state.store.rest()
-    return {f"critic/{name}": value for name, value in metrics.items()}
+    return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 
 def _make_loss(decoder: Decoder, settings: CriticSettings):

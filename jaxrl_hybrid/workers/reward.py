@@ -137,6 +137,41 @@ class RewardWorker:
       RewardError: a reward function failed and ``rewards.on_error`` is "raise",
         or no row is left.
     """
+    texts, result, kept = self._judge(batch, watch)
+    scored = batch.with_fields(
+      texts=texts,
+      scores=result.scores,
+      score_terms=result.terms,
+      score_weights=result.weights,
+      rewards=on_last_token(result.scores, batch),
+    ).select(kept)
+    removed = {"reward/removed_count": float(len(batch) - kept.size)}
+    return scored.with_fields(
+      metrics={**result.metrics, **removed, **_statistics(result.scores[kept])}
+    )
+
+  def compute_costs(self, batch: Batch) -> Batch:
+    """Adds costs ``[N]`` and token_costs ``[N, R]``, which are to be low: ``cost/*``.
+
+    Everything else is as of ``compute_rewards``.
+    """
+    _, result, kept = self._judge(batch, None)
+    metrics = {
+      name.replace("reward/", "cost/", 1): value
+      for name, value in result.metrics.items()
+    }
+    metrics["cost/removed_count"] = float(len(batch) - kept.size)
+    metrics["cost/mean"] = float(result.scores[kept].mean(dtype=np.float64))
+    return batch.with_fields(
+      costs=result.scores,
+      token_costs=on_last_token(result.scores, batch),
+      metrics=metrics,
+    ).select(kept)
+
+  def _judge(
+    self, batch: Batch, watch: Watch | None
+  ) -> tuple[list[str], RewardResult, np.ndarray]:
+    """(texts, what they got, the rows that stay)."""
     if watch is not None and len(watch.texts) == len(batch):
       texts = [watch.texts[i] for i in range(len(batch))]
     else:
@@ -149,17 +184,7 @@ class RewardWorker:
         f"({result.bad_count} bad scores, groups need {self._min_group_size} samples);"
         " mend the reward function, or set rewards.on_error=zero"
       )
-    scored = batch.with_fields(
-      texts=texts,
-      scores=result.scores,
-      score_terms=result.terms,
-      score_weights=result.weights,
-      rewards=on_last_token(result.scores, batch),
-    ).select(kept)
-    removed = {"reward/removed_count": float(len(batch) - kept.size)}
-    return scored.with_fields(
-      metrics={**result.metrics, **removed, **_statistics(result.scores[kept])}
-    )
+    return texts, result, kept
 
   def _score(
     self, batch: Batch, texts: list[str], watch: Watch | None = None

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_hybrid.algorithms import estimate, registry
 from jaxrl_hybrid.algorithms.kl import KLController
+from jaxrl_hybrid.algorithms.lagrange import Multiplier
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.errors import ConfigError, NumericsError
 from jaxrl_hybrid.types import STOP, Batch, Prompt
@@ -35,24 +36,26 @@ def scored(draws=(0, 1), **fields):
   )
 
 
-def run(batch, estimator, controller=None, **options):
-  """``compute_advantages`` with gamma 1, lambda .95."""
-  algorithm = Algorithm(
-    **{
-      **dict(
-        adv_estimator=estimator,
-        gamma=1.0,
-        lam=0.95,
-        norm_adv_by_std=False,
-        whiten_advantages=False,
-        use_kl_in_reward=False,
-        kl_penalty="k1",
-      ),
-      **options,
-    }
+def make_algorithm(estimator, **options):
+  """With gamma 1, lambda .95."""
+  defaults = dict(
+    adv_estimator=estimator,
+    gamma=1.0,
+    lam=0.95,
+    norm_adv_by_std=False,
+    whiten_advantages=False,
+    use_kl_in_reward=False,
+    kl_penalty="k1",
   )
+  return Algorithm(**defaults | options)
+
+
+def run(batch, estimator, controller=None, **options):
+  """``compute_advantages`` by ``make_algorithm``."""
   return estimate.compute_advantages(
-    batch, algorithm, controller or KLController(**CONTROLLER)
+    batch,
+    make_algorithm(estimator, **options),
+    controller or KLController(**CONTROLLER),
   )
 
 
@@ -214,6 +217,44 @@ def test_an_all_masked_batch_gives_zeros_and_no_nan(estimator):
   out = run(batch, estimator, use_kl_in_reward=True, whiten_advantages=True)
   assert not out.advantages.any() and not out.returns.any()
   assert np.isfinite(list(out.metrics.values())).all()
+
+
+def test_safe_rlhf_subtracts_the_advantages_of_the_costs():
+  # Reward: (.46575, .385, .3) and .5, as above. Costs 2 and 0 on the last tokens with
+  # values (1, 1, 1) and 1: delta (0, 0, 1) and -1, A (.9025, .95, 1) and -1.
+  batch = complete(
+    costs=np.array([2, 0], np.float32),
+    token_costs=padded([0, 0, 2], [0]),
+    cost_values=padded([1, 1, 1], [1]),
+  )
+  plain = run(batch, "gae")
+  multiplier = Multiplier(value=0.5, limit=0.0, lr=0.0, most=1.0)
+  out = estimate.compute_advantages(
+    batch, make_algorithm("gae"), KLController(**CONTROLLER), multiplier=multiplier
+  )
+  costs = [[0.9025, 0.95, 1.0, 0], [-1, 0, 0, 0]]
+  np.testing.assert_allclose(
+    out.advantages, (plain.advantages - 0.5 * np.array(costs)) / 1.5, atol=1e-6
+  )
+  np.testing.assert_array_equal(out.returns, plain.returns)
+  np.testing.assert_allclose(
+    out.cost_returns, [[1.9025, 1.95, 2, 0], [0, 0, 0, 0]], atol=1e-6
+  )
+  assert multiplier.value == 0.5  # moved by its own step only
+
+
+def test_costs_are_compared_in_groups_too():
+  batch = complete(
+    draws=(5, 5),
+    costs=np.array([3, 1], np.float32),
+    token_costs=padded([0, 0, 3], [1]),
+  )
+  multiplier = Multiplier(value=1.0, limit=0.0, lr=0.0, most=1.0)
+  out = estimate.compute_advantages(
+    batch, make_algorithm("grpo"), KLController(**CONTROLLER), multiplier=multiplier
+  )
+  # (-.5 - 1) / 2 and (.5 + 1) / 2
+  np.testing.assert_allclose(out.advantages, [[-0.75] * 3 + [0], [0.75, 0, 0, 0]])
 
 
 @pytest.fixture

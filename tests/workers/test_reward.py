@@ -162,6 +162,20 @@ def test_bad_samples_and_small_groups_are_removed(
   assert scored.metrics["critic/rewards/mean"] == 2 * np.mean(kept)
 
 
+def test_costs_stand_beside_rewards():
+  batch = make_batch(RESPONSES, [0, 0, 1, 1])
+  scored = make_worker(lambda solution_str: 1.0).compute_rewards(batch)
+  costly = make_worker(bad_first, min_group_size=2).compute_costs(scored)
+  assert costly.sample_ids.tolist() == [2, 3]  # of draw 0 only one had a cost
+  assert costly.costs.tolist() == [4, 6] and costly.scores.tolist() == [2, 2]
+  assert costly.token_costs.tolist() == [[4, 0, 0, 0], [0, 0, 6, 0]]
+  assert costly.rewards.tolist() == [[2, 0, 0, 0], [0, 0, 2, 0]]
+  metrics = costly.metrics
+  assert metrics["cost/mean"] == 5 and metrics["cost/removed_count"] == 2
+  assert metrics["cost/bad_count"] == 1 and metrics["cost/f/mean"] == 2
+  assert metrics["critic/rewards/mean"] == 2 and metrics["reward/bad_count"] == 0
+
+
 def test_long_responses_are_a_term_of_the_reward():
   worker = make_worker(
     lambda solution_str: 1.0,
