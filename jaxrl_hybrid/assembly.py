@@ -44,6 +44,7 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
     constraint=_constraint(plan, actor),
     group_filter=_group_filter(config),
     stream=plan.stream,
+    ptx=plan.ptx,
     eval_prompts=plan.eval_prompts,
     settings=config.trainer,
     critic_warmup=_critic_warmup(config, algorithm),

@@ -79,6 +79,8 @@ def base() -> ConfigDict:
       data=dict(
         train_files=(),
         eval_files=(),
+        ptx_files=(),  # prompts with answers, for actor.ptx_coef
+        ptx_key="response",  # column of the answer
         prompt_key="prompt",
         string_prompts="plain",  # plain | user: a string is a chat's user message
         system_prompt=optional(str),
@@ -194,6 +196,8 @@ def base() -> ConfigDict:
         kl_loss_type="k3",  # "+" behind it: its value with the gradient of k2
         router_aux_loss_coef=0.0,  # load balance of experts, of each micro-batch
         mask_truncated=False,  # drop rows without EOS from the loss
+        ptx_coef=0.0,  # of the loss of answers that are given (data.ptx_files)
+        ptx_batch_size=optional(int),  # of them per update; default: the mini-batch's
         ppo_mini_batch_size=optional(int),  # in prompts; default: the batch
         ppo_micro_batch_size_per_device=optional(int),  # in sequences
         ppo_epochs=1,
@@ -258,6 +262,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
       actor.loss_scale_factor = float(config.data.max_response_length)
     if actor.ppo_mini_batch_size is None:
       actor.ppo_mini_batch_size = config.data.train_batch_size
+    if actor.ptx_batch_size is None:
+      actor.ptx_batch_size = actor.ppo_mini_batch_size * config.rollout.n
     pp, _, dp = config.mesh.train
     per_shard = max(1, actor.ppo_mini_batch_size * config.rollout.n // dp)
     if actor.ppo_micro_batch_size_per_device is None:

@@ -62,6 +62,7 @@ def check_ranges(config: ConfigDict) -> None:
     "actor.ppo_mini_batch_size",
     "actor.ppo_micro_batch_size_per_device",
     "actor.ppo_epochs",
+    "actor.ptx_batch_size",
     "actor.optim.lr",
     "actor.optim.clip_grad",
     "actor.clip_ratio_low",
@@ -103,6 +104,7 @@ def check_ranges(config: ConfigDict) -> None:
     "critic.optim.min_lr_ratio",
     "actor.kl_loss_coef",
     "actor.ppo_kl_coef",
+    "actor.ptx_coef",
     "actor.dro_beta",
     "actor.router_aux_loss_coef",
     "algorithm.kl_ctrl.kl_coef",
@@ -132,6 +134,12 @@ def check_data(config: ConfigDict) -> None:
   """What training draws from."""
   if not config.data.train_files:
     raise ConfigError("data.train_files: expected at least one file, got none")
+  if bool(config.data.ptx_files) != (config.actor.ptx_coef > 0):
+    raise ConfigError(
+      "data.ptx_files and actor.ptx_coef belong together: expected files and a number "
+      f"> 0, or neither, got {tuple(config.data.ptx_files)} and "
+      f"{config.actor.ptx_coef}"
+    )
   _check_sampler(config)
 
 

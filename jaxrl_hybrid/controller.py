@@ -30,6 +30,7 @@ from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.algorithms.running import RewardShaper
 from jaxrl_hybrid.algorithms.warmup import CriticWarmup
 from jaxrl_hybrid.data.dynamic_stream import DynamicStream
+from jaxrl_hybrid.data.ptx import AnsweredStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.errors import NumericsError, RewardError
 from jaxrl_hybrid.runtime import memory
@@ -61,6 +62,7 @@ class Controller:
   constraint: Constraint | None
   group_filter: GroupFilter | None
   stream: PromptStream | DynamicStream
+  ptx: AnsweredStream | None
   eval_prompts: Sequence[Prompt]
   settings: ConfigDict  # the trainer section
   critic_warmup: CriticWarmup
@@ -129,7 +131,9 @@ class Controller:
         metrics |= self.constraint.update(batch)
     if self.critic_warmup.actor_learns(self.step):
       with timers("update_actor"):
-        metrics |= self.actor.update_policy(batch)
+        metrics |= self.actor.update_policy(
+          batch, answered=self.ptx.next if self.ptx else None
+        )
     metrics |= self._warm_up(metrics)
     self._show(batch)
     return metrics
@@ -202,6 +206,7 @@ class Controller:
     host = {
       "step": self.step,
       "stream": self.stream.state(),
+      "ptx": self.ptx.state() if self.ptx else None,
       "kl_coef": self.kl_controller.coef,
       "reward_moments": self.shaper.moments.state(),
       "value_moments": {name: role.moments.state() for name, role in self._critics()},
@@ -220,6 +225,8 @@ class Controller:
       role.state.store.opt_state = arrays[name]["opt_state"]
       role.state.updates = host["updates"][name]
     self.stream.restore(host["stream"])
+    if self.ptx:
+      self.ptx.restore(host["ptx"])
     self.kl_controller.coef = host["kl_coef"]
     self.shaper.moments.restore(host["reward_moments"])
     for name, role in self._critics():

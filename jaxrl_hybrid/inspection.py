@@ -20,6 +20,7 @@ from jaxrl_hybrid.data import files, weighting
 from jaxrl_hybrid.data import prompts as prompts_lib
 from jaxrl_hybrid.data import tokenizer as tokenizers
 from jaxrl_hybrid.data.dynamic_stream import DynamicStream
+from jaxrl_hybrid.data.ptx import AnsweredStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
@@ -61,6 +62,9 @@ def inspect(
   train_data = None
   if training:
     train_data = _dataset(config, encoder, config.data.train_files)
+  ptx = None
+  if training and config.data.ptx_files:
+    ptx = _answered(config, encoder, plan.eos_ids)
   eval_prompts, eval_total = _eval_prompts(config, encoder)
   processes.check_same(
     {
@@ -73,6 +77,7 @@ def inspect(
     plan,
     train_data=train_data,
     stream=make_stream(config, train_data) if train_data else None,
+    ptx=ptx,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
   )
@@ -232,6 +237,23 @@ def _dataset(
     overlong=data.overlong_prompts,
     name=", ".join(paths),
     skip_bad_rows=data.skip_bad_rows,
+  )
+
+
+def _answered(
+  config: ConfigDict, encoder: PromptEncoder, eos_ids: tuple[int, ...]
+) -> AnsweredStream:
+  data, tokenizer = config.data, encoder.tokenizer
+  own = tokenizer.eos_token_id
+  return AnsweredStream(
+    _dataset(config, encoder, tuple(data.ptx_files)),
+    tokenizer,
+    eos_id=own if own in eos_ids else eos_ids[0],
+    key=data.ptx_key,
+    batch_size=config.actor.ptx_batch_size,
+    max_length=data.max_response_length,
+    seed=config.seed,
+    shuffle=data.shuffle,
   )
 
 

@@ -27,7 +27,7 @@ from jaxrl_hybrid.parallel import abstract, offload, topology
 from jaxrl_hybrid.rollout.engine import Sizes
 from jaxrl_hybrid.rollout.sampling import Sampling
 from jaxrl_hybrid.run_plan import Plan
-from jaxrl_hybrid.shapes import bucket
+from jaxrl_hybrid.shapes import bucket, round_up
 from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.generator import GREEDY
@@ -251,8 +251,12 @@ class Planner:
   def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
     role = name.removeprefix("update_")
     sizes, plan = self._plan.sizes, self._plan
+    given = 0
+    if role == "actor" and plan.config.actor.ptx_coef:
+      given = round_up(plan.config.actor.ptx_batch_size, sizes.micro_sequences)
+      columns = columns | {"ptx": np.float32}
     shape = (
-      sizes.mini_sequences // sizes.micro_sequences,
+      (sizes.mini_sequences + given) // sizes.micro_sequences,
       sizes.micro_sequences,
       bucket(self._length),
     )

@@ -11,6 +11,7 @@ from jaxrl_hybrid import adapting, model_source
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.data import prompts as prompts_lib
 from jaxrl_hybrid.data.dynamic_stream import DynamicStream
+from jaxrl_hybrid.data.ptx import AnsweredStream
 from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import LoraSpec
@@ -33,6 +34,7 @@ class Plan:
     reward_model: None: there is none. It reads the actor's token ids if it has the
       actor's tokenizer object.
     reward: None in the plan of a model by itself.
+    ptx: of answers that the actor learns as they are; None: there are none.
     cost: the same plan with the cost's config, critic, model and functions in the
       place of the reward's; None: the algorithm has no cost.
   """
@@ -52,6 +54,7 @@ class Plan:
   generation_layout: Layout
   lora: LoraSpec | None = None  # of the actor
   critic_lora: LoraSpec | None = None
+  ptx: AnsweredStream | None = None
   cost: Plan | None = None
 
   def of_model(self, source: model_source.ModelSource) -> Plan:

@@ -186,6 +186,14 @@ def test_gdpo_looks_at_nothing_but_the_reward_functions(override):
   assert override.split("=")[0] in message and "no effect" in message
 
 
+@pytest.mark.parametrize(
+  "override", ["data.ptx_files=('a.jsonl',)", "actor.ptx_coef=0.5"]
+)
+def test_given_answers_need_files_and_a_weight(override):
+  message = fails(f"--config.{override}")
+  assert "data.ptx_files and actor.ptx_coef belong together" in message
+
+
 def test_dapo_sets_its_parts():
   config = load("--config.algorithm.name=dapo")
   assert config.algorithm.filter_groups.enable
@@ -315,5 +323,5 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
   assert config_reader.from_run(tmp_path / "config.json").to_dict() == config.to_dict()
 
 
-def test_some_170_knobs_and_no_more():
-  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 175
+def test_some_180_knobs_and_no_more():
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 185

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_config
 
 TESTS = Path(__file__).parent
 TINY = str(TESTS / "tiny_config.py")
@@ -205,7 +206,7 @@ def test_one_line_changes_the_algorithm(algorithm, more, tmp_path):
 
 
 def test_resume_with_all_that_a_step_depends_on(tmp_path):
-  """Two critics, a multiplier, an adaptive KL coefficient, running moments."""
+  """Two critics, a multiplier, an adaptive KL, running moments, given answers."""
   common = [
     "--config.algorithm.name=safe_rlhf",
     "--config.trainer.save_freq=2",
@@ -213,6 +214,9 @@ def test_resume_with_all_that_a_step_depends_on(tmp_path):
     "--config.algorithm.kl_ctrl.type=adaptive",
     "--config.algorithm.normalize_rewards=True",
     "--config.critic.normalize_values=True",
+    f"--config.data.ptx_files=('{tiny_config.TASK}&n=6',)",
+    "--config.data.ptx_key=ground_truth",
+    "--config.actor.ptx_coef=0.1",
   ]
   run(*common, f"--config.trainer.run_dir={tmp_path}/a")
   run(
@@ -223,7 +227,12 @@ def test_resume_with_all_that_a_step_depends_on(tmp_path):
   assert without_time(metrics_of(tmp_path / "b")) == without_time(rows)
   for name in ("actor/reward_kl_penalty_coeff", "cost/multiplier"):
     assert len({row[name] for row in rows[1:]}) == 4
-  assert {"cost/mean", "cost/word_count/mean", "cost_critic/vf_loss"} <= set(rows[-1])
+  assert set(rows[-1]) >= {
+    "cost/mean",
+    "cost/word_count/mean",
+    "cost_critic/vf_loss",
+    "actor/ptx_loss",
+  }
 
 
 def test_dry_run_loads_nothing(tmp_path):

@@ -269,6 +269,7 @@ def warn_of_run_only(config: ConfigDict) -> None:
   algorithm = config.algorithm
   ignored = {
     "algorithm.use_cost": algorithm.use_cost,
+    "actor.ptx_coef": config.actor.ptx_coef > 0,
     "algorithm.filter_groups": algorithm.filter_groups.enable,
     "algorithm.normalize_rewards": algorithm.normalize_rewards,
     "algorithm.reward_clip": algorithm.reward_clip is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ class ActorSettings:
   share_rows: bool
   seed: int
   bypass: bool = False  # old log-probs are the engine's
+  ptx_coef: float = 0.0  # of the loss of answers that are given
   # Of some policy losses only.
   clip_cov_ratio: float = 2e-4
   clip_cov_lb: float = 1.0
@@ -174,11 +175,16 @@ class Actor:
     """Adds ``collision``, sums over the vocabulary of squared probabilities."""
     return batch.with_fields(collision=self.collision(self.state.weights, batch))
 
-  def update_policy(self, batch: Batch) -> dict[str, float]:
+  def update_policy(
+    self, batch: Batch, *, answered: Callable[[], Batch] | None = None
+  ) -> dict[str, float]:
     """Runs all epochs and mini-batches; returns ``actor/*`` metrics.
 
-    Without ``old_log_probs`` the batch must be one single update: then the old
-    log-probs are the current ones, exactly.
+    Args:
+      batch: with advantages. Without ``old_log_probs`` it must be one single update:
+        then the old log-probs are the current ones, exactly.
+      answered: gives, for each update, responses to learn as they are, with the
+        weight ``ptx_coef``.
     """
     assert batch.old_log_probs is not None or self.updates_per_batch(len(batch)) == 1, (
       "several updates of a batch need its old_log_probs"
@@ -195,14 +201,16 @@ class Actor:
       key=(settings.seed, self.state.updates),
     ):
       mini = batch.select(chosen)
-      packed, places = rows.pack(
-        mini,
-        self._columns(mini, first=not pending),
-        micro_rows=settings.micro_rows,
-        share=self.shares_rows,
-        real=settings.router_aux_loss_coef > 0,
+      options = dict(
+        micro_rows=settings.micro_rows, real=settings.router_aux_loss_coef > 0
       )
-      pending.append(self.state.step(packed, places.micro_batches))
+      columns = self._columns(mini, first=not pending)
+      packed, places = rows.pack(mini, columns, share=self.shares_rows, **options)
+      count = places.micro_batches
+      if answered is not None:
+        more = _as_given(answered(), options)
+        packed, count = rows.join((packed, places), more)
+      pending.append(self.state.step(packed, count))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     return {
       k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
@@ -249,6 +257,14 @@ class Actor:
     return per_epoch * self._settings.ppo_epochs
 
 
+def _as_given(batch: Batch, options: dict[str, Any]) -> Any:
+  """Packed rows that are in no policy loss; ``ptx`` is 1 / all of their tokens."""
+  mask = batch.valid_mask
+  weights = (mask / mask.sum()).astype(np.float32)
+  outside = batch.with_fields(loss_mask=np.zeros_like(mask))
+  return rows.pack(outside, {"ptx": weights}, **options)
+
+
 def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
   policy_loss = POLICY_LOSSES[settings.policy_loss]
   knobs = settings.knobs(policy_loss.knobs)
@@ -289,6 +305,10 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       )
       loss += settings.kl_loss_coef * share(kl_BT)
       means["kl_loss"] = masked(kl_BT, mask_BT)
+    if "ptx" in micro:
+      ptx_loss = -jnp.sum(log_probs_BT * micro["ptx"])
+      loss += settings.ptx_coef * ptx_loss
+      means["ptx_loss"] = (ptx_loss, 0.0)
     if load_L is not None:
       tokens = jnp.sum(mask_BT).astype(jnp.float32)
       balance = experts.balance_loss(load_L)

@@ -123,6 +123,35 @@ def pack_ids(
   return {name: x.reshape(places.shape) for name, x in packed.items()}, places
 
 
+def join(
+  first: tuple[dict[str, np.ndarray], Places],
+  more: tuple[dict[str, np.ndarray], Places],
+) -> tuple[dict[str, np.ndarray], int]:
+  """Two packed batches of the same B as one; a column of one is 0 in the other.
+
+  Args:
+    first, more: as ``pack`` returns them; ``more`` has no shared rows.
+
+  Returns:
+    (the arrays, how many of their micro-batches, the first ones, are not empty).
+  """
+  (packed, places), (others, other_places) = first, more
+  width = max(places.shape[2], other_places.shape[2])
+  if places.shared:
+    positions = np.arange(other_places.shape[2], dtype=np.int32)
+    others = others | {POSITIONS: np.broadcast_to(positions, other_places.shape)}
+  used, count = places.micro_batches, other_places.micro_batches
+  joined = {}
+  for name in packed | others:
+    dtype = (packed if name in packed else others)[name].dtype
+    parts = [np.zeros((*p.shape[:2], width), dtype) for p in (places, other_places)]
+    for part, source in zip(parts, (packed, others), strict=True):
+      if name in source:
+        part[..., : source[name].shape[2]] = source[name]
+    joined[name] = np.concatenate([parts[0][:used], parts[1], parts[0][used:]])
+  return joined, used + count
+
+
 def packed_shape(
   sequences: int, length: int, *, micro_rows: int
 ) -> tuple[int, int, int]:

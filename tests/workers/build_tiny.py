@@ -275,14 +275,14 @@ def make_critic(mesh=(1, 1, 1), **settings) -> Critic:
   return critic
 
 
-def update(batch, **options):
+def update(batch, answered=None, **options):
   """(metrics, gradient) of one ``update_policy`` from the initial parameters.
 
   With SGD of rate 1 the gradient is what the update subtracted.
   """
   actor = make_actor(**options)
   before = jax.device_get(actor.state.store.params)
-  metrics = actor.update_policy(batch)
+  metrics = actor.update_policy(batch, answered=answered)
   after = jax.device_get(actor.state.store.params)
   return metrics, jax.tree.map(lambda a, b: a - b, before, after)
 

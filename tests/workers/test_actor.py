@@ -242,6 +242,35 @@ def test_importance_weights_are_factors_of_the_policy_loss(off_policy, result):
   assert tiny.largest(jax.tree.map(lambda a, b: a - b, half, result[1])) < 1e-5
 
 
+ANSWERS = tiny.make_batch(
+  prompts=([4, 8], [6], [1, 1, 3]), responses=([7, 9, tiny.EOS], [3], [5, 5])
+)
+
+
+@pytest.mark.parametrize("options", [{}, dict(micro_rows=3), dict(share_rows=True)])
+def test_given_answers_are_learned_beside(off_policy, result, options):
+  """0.5 of their mean negative log-prob is added, and its gradient."""
+
+  def ptx_loss(params):
+    found = []
+    for hidden, ids in tiny.each_row_alone(params, ANSWERS):
+      logits = hidden @ params["lm_head"]["kernel"][: tiny.SPEC.vocab_size].T
+      log_probs = jax.nn.log_softmax(logits / 0.7)
+      found.append(-log_probs[jnp.arange(len(ids)), ids])
+    return jnp.concatenate(found).mean()
+
+  value, grad = jax.jit(jax.value_and_grad(ptx_loss))(tiny.host_params())
+  metrics, got = tiny.update(
+    off_policy, answered=lambda: ANSWERS, ptx_coef=0.5, **options
+  )
+  assert metrics["actor/ptx_loss"] == pytest.approx(float(value), rel=1e-5)
+  assert metrics["actor/pg_loss"] == pytest.approx(result[0]["actor/pg_loss"], abs=2e-6)
+  assert metrics["actor/entropy"] == pytest.approx(result[0]["actor/entropy"], rel=1e-5)
+  expected = jax.tree.map(lambda a, b: a + 0.5 * b, result[1], jax.device_get(grad))
+  worst = tiny.largest(jax.tree.map(lambda a, b: a - b, got, expected))
+  assert worst < 2e-5 * tiny.largest(expected)
+
+
 def test_a_policy_mask_leaves_tokens_out_of_the_update(off_policy):
   kept = np.ones((4, 6), bool)
   kept[1, 1:3] = kept[0] = False
