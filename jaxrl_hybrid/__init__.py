@@ -17,6 +17,7 @@ _EXPORTS = {
   "DataCollector": "jaxrl_hybrid.api.data_collector",
   "DynamicDataSampler": "jaxrl_hybrid.api.data_sampler",
   "HFModelWrapper": "jaxrl_hybrid.api.model_wrapper",
+  "StyleConstraint": "jaxrl_hybrid.workers.style_loss",
   "Trainer": "jaxrl_hybrid.api.trainer",
 }
 __all__ = ["__version__", *_EXPORTS]

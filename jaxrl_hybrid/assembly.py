@@ -31,11 +31,13 @@ def assemble(plan: Plan, run_dir: Path) -> Controller:
   checkpoints = Checkpoints(run_dir, max_to_keep=config.trainer.max_ckpt_to_keep)
   step = checkpoints.latest if config.trainer.resume_mode == "auto" else None
   step = processes.broadcast(step)
+  reference = build.make_reference(plan, actor)
+  actor.teacher = build.make_teacher(plan, actor, reference)
   controller = Controller(
     algorithm=algorithm,
     actor=actor,
     reward=build.make_reward(plan),
-    reference=build.make_reference(plan, actor),
+    reference=reference,
     critic=build.loaded_critic(plan, actor) if algorithm.needs_critic else None,
     kl_controller=build.make_kl_controller(config),
     shaper=RewardShaper(

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxrl_hybrid import adapting
+from jaxrl_hybrid import adapting, styling
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.kl import KLController
 from jaxrl_hybrid.data.template import PromptEncoder
+from jaxrl_hybrid.inspection import make_encoder
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.adapters import HEAD
 from jaxrl_hybrid.models.decoder import Decoder
@@ -44,6 +45,7 @@ from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward import RewardWorker
 from jaxrl_hybrid.workers.reward_model import RewardModel
 from jaxrl_hybrid.workers.stores import shardings_of
+from jaxrl_hybrid.workers.style import StyleTeacher
 
 
 def make_kl_controller(config: ConfigDict) -> KLController:
@@ -129,6 +131,29 @@ def make_reference(plan: Plan, actor: Actor) -> Reference | None:
     return None
   if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
     logging.warning("the KL to the reference is both in the reward and in the loss")
+  return _frozen_actor(plan, actor)
+
+
+def make_teacher(
+  plan: Plan, actor: Actor, reference: Reference | None = None
+) -> StyleTeacher | None:
+  """What ``actor.style`` compares with, if it is used.
+
+  Args:
+    plan: of the actor.
+    actor: as it is now is what reads the style.
+    reference: the same, if there is one already.
+  """
+  if styling.constraint_of(plan.config) is None:
+    return None
+  tokenizer = plan.source.tokenizer
+  encoder = None if tokenizer is None else make_encoder(plan.config, tokenizer)
+  reference = reference or _frozen_actor(plan, actor)
+  return styling.make_teacher(plan, make_train_decoder(plan), reference, encoder)
+
+
+def _frozen_actor(plan: Plan, actor: Actor) -> Reference:
+  config = plan.config
   if plan.lora:
     weights = actor.state.store.frozen.weights
   else:
@@ -262,11 +287,12 @@ def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSetting
   shared = {
     field.name: actor[field.name]
     for field in dataclasses.fields(ActorSettings)
-    if field.name in actor
+    if field.name in actor and field.name != "style"
   }
   return ActorSettings(
     **shared,
     bypass=config.algorithm.rollout_correction.bypass_mode,
+    style=styling.constraint_of(config),
     temperature=config.rollout.temperature,
     logprob_chunk=config.model.logprob_chunk,
     mini_rows=sizes.mini_sequences,

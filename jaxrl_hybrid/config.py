@@ -194,6 +194,12 @@ def base() -> ConfigDict:
         use_kl_loss=False,
         kl_loss_coef=0.001,
         kl_loss_type="k3",  # "+" behind it: its value with the gradient of k2
+        # Toward the actor's own answers when it is told these texts.
+        style=dict(
+          reference_texts=(),  # instructions; empty: no such loss
+          weight=0.3,
+          method="distill",  # or embedding: texts are samples
+        ),
         router_aux_loss_coef=0.0,  # load balance of experts, of each micro-batch
         mask_truncated=False,  # drop rows without EOS from the loss
         ptx_coef=0.0,  # of the loss of answers that are given (data.ptx_files)

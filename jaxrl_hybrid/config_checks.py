@@ -18,6 +18,7 @@ from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models.decoder import REMAT
 from jaxrl_hybrid.ops.attention import IMPLEMENTATIONS
 from jaxrl_hybrid.parallel.weights import ZERO
+from jaxrl_hybrid.workers.style_loss import METHODS
 
 
 def check_choices(config: ConfigDict) -> None:
@@ -38,6 +39,7 @@ def check_choices(config: ConfigDict) -> None:
     "mesh.zero": ZERO,
     "mesh.distributed": ("auto", "off"),
     "data.string_prompts": ("plain", "user"),
+    "actor.style.method": METHODS,
     "data.sampler.name": ("passes", "dynamic"),
     "data.overlong_prompts": ("drop", "truncate_left", "error"),
     "rewards.on_error": ("raise", "zero", "skip"),
@@ -68,6 +70,7 @@ def check_ranges(config: ConfigDict) -> None:
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
     "actor.loss_scale_factor",
+    "actor.style.weight",
     "critic.optim.lr",
     "critic.optim.clip_grad",
     "critic.cliprange_value",
@@ -123,7 +126,8 @@ def check_ranges(config: ConfigDict) -> None:
   _require(config, "rollout.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
   _require(config, "rollout.min_p", lambda v: 0 <= v < 1, "in [0, 1)")
   _require(config, "rollout.cache_fraction", lambda v: 0 < v <= 1, "in (0, 1]")
-  _require(config, "rollout.stop", _are_strings, "strings, none of them empty")
+  for key in ("rollout.stop", "actor.style.reference_texts"):
+    _require(config, key, _are_strings, "strings, none of them empty")
   _require(config, "rollout.top_k", lambda v: v == -1 or v >= 1, "-1 (off) or >= 1")
   _require(config, "actor.clip_ratio_c", lambda v: v > 1, "> 1")
   if config.algorithm.reward_clip is not None:

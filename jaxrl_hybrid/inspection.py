@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl_hybrid import adapting, config_checks, model_source
+from jaxrl_hybrid import adapting, config_checks, model_source, styling
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.correction import Correction
 from jaxrl_hybrid.algorithms.presets import Algorithm
@@ -25,11 +24,10 @@ from jaxrl_hybrid.data.stream import PromptStream
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.models import params as params_lib
-from jaxrl_hybrid.models.spec import ModelSpec
 from jaxrl_hybrid.parallel import mesh as mesh_lib
 from jaxrl_hybrid.rewards import loading
 from jaxrl_hybrid.rewards.runner import RewardRunner
-from jaxrl_hybrid.run_plan import Plan, layouts_of
+from jaxrl_hybrid.run_plan import Plan, layouts_of, most_positions
 from jaxrl_hybrid.runtime import processes
 from jaxrl_hybrid.types import Prompt
 from jaxrl_hybrid.workers.reward import OVERLONG, Overlong, RewardWorker
@@ -66,6 +64,11 @@ def inspect(
   if training and config.data.ptx_files:
     ptx = _answered(config, encoder, plan.eos_ids)
   eval_prompts, eval_total = _eval_prompts(config, encoder)
+  style_tokens = 0
+  if train_data:
+    style_tokens = styling.extra_tokens(config, encoder, train_data.prompts[0])
+    what = "model.path, with actor.style.reference_texts"
+    _check_length(config, what, most_positions(model.spec) - style_tokens)
   processes.check_same(
     {
       "config": config.to_json_best_effort(sort_keys=True).encode(),
@@ -80,6 +83,7 @@ def inspect(
     ptx=ptx,
     eval_prompts=eval_prompts,
     eval_total=eval_total,
+    style_tokens=style_tokens,
   )
 
 
@@ -350,11 +354,6 @@ def _check_model(
       f"{config.actor.router_aux_loss_coef}"
     )
   _check_length(config, "model.path", most_positions(spec))
-
-
-def most_positions(spec: ModelSpec) -> float:
-  """The longest sequence that a model reads, in tokens."""
-  return math.inf if spec.rope.kind == "dynamic" else spec.max_positions
 
 
 def _check_length(config: ConfigDict, key: str, most: float) -> None:

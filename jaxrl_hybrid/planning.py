@@ -33,6 +33,7 @@ from jaxrl_hybrid.workers.critic import Critic
 from jaxrl_hybrid.workers.generator import GREEDY
 from jaxrl_hybrid.workers.reference import Reference
 from jaxrl_hybrid.workers.reward_model import RewardModel
+from jaxrl_hybrid.workers.style import StyleTeacher
 from jaxrl_hybrid.workers.training import TrainState, abstract_batch, shared_columns
 
 CRITIC_COLUMNS = ("returns", "old_values")
@@ -107,6 +108,8 @@ class Planner:
     self._algorithm = make_algorithm(config)
     self.actor: Actor = build.planned_actor(plan)
     self.reference: Reference | None = build.make_reference(plan, self.actor)
+    self.style = build.make_teacher(plan, self.actor, self.reference)
+    self.actor.teacher = self.style
     self.critics: dict[str, Critic] = {}
     self.judges: dict[str, RewardModel] = {}  # by their phase
     for side, critic, judge in ((plan, "critic", REWARD), (plan.cost, *COST)):
@@ -156,7 +159,14 @@ class Planner:
       columns = dict.fromkeys(CRITIC_COLUMNS, np.float32)
       yield from self._update(f"update_{name}", critic.state, columns)
       critic.state.store.rest()
-    yield from self._update("update_actor", self.actor.state, self._actor_columns())
+    yield from self._update(
+      "update_actor", self.actor.state, self._actor_columns(), self.style
+    )
+
+  @property
+  def _frozen(self) -> Reference | None:
+    """What the KL or the style loss compares with."""
+    return self.reference or (self.style and self.style.reference)
 
   def _phase(self, name: str, beyond: Bytes) -> Phase:
     """What is resident in every phase, and what this one adds."""
@@ -172,8 +182,8 @@ class Planner:
       found[f"{name} fp32 parameters"] = abstract.device_bytes(store.params)
       found[f"{name} moments"] = abstract.device_bytes(store.opt_state)
       found[f"{name} weights"] = abstract.device_bytes(store.held_weights)
-    if self.reference and not self.reference.shared:
-      found["reference weights"] = abstract.device_bytes(self.reference.weights)
+    if self._frozen and not self._frozen.shared:
+      found["reference weights"] = abstract.device_bytes(self._frozen.weights)
     for name, judge in self.judges.items():
       found[f"{name} weights"] = abstract.device_bytes(judge.weights)
     return found
@@ -248,7 +258,13 @@ class Planner:
       return {f"{name} weights": abstract.host_bytes(self.judges[name].weights)}
     return {}
 
-  def _update(self, name: str, state: TrainState, columns: dict) -> Iterator[Phase]:
+  def _update(
+    self,
+    name: str,
+    state: TrainState,
+    columns: dict,
+    style: StyleTeacher | None = None,
+  ) -> Iterator[Phase]:
     role = name.removeprefix("update_")
     sizes, plan = self._plan.sizes, self._plan
     given = 0
@@ -265,10 +281,15 @@ class Planner:
     shared = dict.fromkeys(shared_columns(shares), np.int32)
     columns = {"tokens": np.int32, "mask": bool} | shared | columns
     batch = abstract_batch(columns, shape, plan.train_layout)
-    grads, metrics = state.gradient_shapes(batch)
+    given = ()
+    if style is not None:
+      longer = (*shape[:2], bucket(self._length + plan.style_tokens))
+      batch |= style.abstract(shape, longer, plan.train_layout)
+      given = (style.given(),)
+    grads, metrics = state.gradient_shapes(batch, *given)
     size = {"gradients": abstract.device_bytes(grads)}
     part = f"{name}: gradients"
-    lower = functools.partial(state.lower, batch)
+    lower = functools.partial(state.lower, batch, *given)
     beyond = self._buffers(part, lower, size["gradients"])
     yield self._phase(part, size | beyond)
     chunks = {"optimizer chunks": state.store.visiting_bytes()}
@@ -320,7 +341,7 @@ class Planner:
     return abstract.device_bytes(kernels)
 
   def _host_bytes(self) -> int:
-    frozen = (self.reference, *self.judges.values())
+    frozen = (self._frozen, *self.judges.values())
     trees = [role.weights for role in frozen if role]
     for role in self._trained().values():
       store = role.state.store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -37,6 +38,7 @@ class Plan:
     ptx: of answers that the actor learns as they are; None: there are none.
     cost: the same plan with the cost's config, critic, model and functions in the
       place of the reward's; None: the algorithm has no cost.
+    style_tokens: that ``actor.style`` adds to a prompt.
   """
 
   config: ConfigDict
@@ -56,6 +58,7 @@ class Plan:
   critic_lora: LoraSpec | None = None
   ptx: AnsweredStream | None = None
   cost: Plan | None = None
+  style_tokens: int = 0
 
   def of_model(self, source: model_source.ModelSource) -> Plan:
     """The same plan with another model in the actor's place."""
@@ -76,6 +79,11 @@ class Plan:
     """The plan of the reward model, which has no adapters."""
     own = self.of_model(self.reward_model)
     return dataclasses.replace(own, lora=None, critic_lora=None)
+
+  @property
+  def longest_row(self) -> float:
+    """Most tokens that the model of ``source`` reads."""
+    return most_positions(self.source.spec)
 
   @property
   def reward_model_length(self) -> int:
@@ -144,6 +152,11 @@ class Plan:
       f"{self.reward_model.describe()}, weight {section.weight:g}, at most "
       f"{self.reward_model_length} tokens; {reads}"
     ]
+
+
+def most_positions(spec: ModelSpec) -> float:
+  """The longest sequence that a model reads, in tokens."""
+  return math.inf if spec.rope.kind == "dynamic" else spec.max_positions
 
 
 def layouts_of(

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_hybrid"
 # Each layer may import itself and those after it.
 LAYERS = [
   {"api", "controller", "assembly", "build", "adapting", "inspection", "cli"}
-  | {"model_source", "evaluation", "run_plan", "role_params", "costs"}
+  | {"model_source", "evaluation", "run_plan", "role_params", "costs", "styling"}
   | {"config", "config_checks", "algorithm_checks", "config_reader", "batch_sizes"}
   | {"train", "evaluate", "export"}
   | {"plan", "plan_model", "plan_report", "planning", "tools"},

@@ -78,6 +78,14 @@ def test_sizes_of_a_small_model_are_those_of_a_hand_calculation(no_wheels):
   assert found.report.switch_bytes == generation - weights
   tokens, per_token = 16, 2 * 2 * 2 * 8 * 2  # k and v, layers, heads, size, bf16
   assert found.report.kv_row_bytes == tokens * per_token
+  styled = make(
+    TINY,
+    HALF,
+    "--config.mesh.train=(1,2,2)",
+    "--config.actor.style.reference_texts=('copy',)",
+  )
+  assert component(styled, "gen", "reference weights") == weights
+  assert "reference weights" not in found.to_json()["components"]["gen"]
   rows = 8 * 4 // 4  # sequences over dp and micro-dp
   assert found.report.rows == rows
   assert size("KV cache") == rows * found.report.kv_row_bytes

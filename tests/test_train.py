@@ -183,11 +183,14 @@ REWARD_MODEL = [
 ]
 
 
+STYLE = "--config.actor.style.reference_texts=('copy a b :',)"
+
+
 # With remax the updates write into the actor's weights, of which the reference on
 # the device must have a copy.
 @pytest.mark.parametrize(
   "algorithm,more",
-  [("ppo", REWARD_MODEL), ("remax", ["--config.offload.optimizer=True"])],
+  [("ppo", REWARD_MODEL), ("remax", ["--config.offload.optimizer=True", STYLE])],
 )
 def test_one_line_changes_the_algorithm(algorithm, more, tmp_path):
   run(
@@ -202,6 +205,7 @@ def test_one_line_changes_the_algorithm(algorithm, more, tmp_path):
   assert ("critic/baseline/mean" in last) == (algorithm == "remax")
   assert ("reward/reward_model/mean" in last) == (algorithm == "ppo")
   assert last["actor/kl_loss"] > 0
+  assert (last.get("actor/style_loss", 0.0) > 0) == (STYLE in more)
   assert last["training/global_step"] == 4
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.api.sequences import numbers
 from jaxrl_hybrid.errors import DataError
 from jaxrl_hybrid.types import Batch
@@ -33,6 +34,24 @@ def with_rewards(batch: Batch, rewards: Any) -> Batch:
     raise DataError("rewards: expected finite numbers, got some that are not")
   scores = np.where(batch.valid_mask, per_token, 0.0).sum(-1).astype(np.float32)
   return batch.with_fields(rewards=per_token, scores=scores)
+
+
+def check_needs(batch: Batch, algorithm: Algorithm, name: str) -> None:
+  """Whether the batch has what the caller alone can give an algorithm of this name.
+
+  Raises:
+    DataError: greedy baselines or the scores of each reward function are missing.
+  """
+  if algorithm.needs_terms and not batch.score_terms:
+    raise DataError(
+      f"{name}: expected score_terms and score_weights in the batch "
+      "(batch.with_fields), one per reward function, got none"
+    )
+  if algorithm.needs_greedy_baseline and batch.baseline_scores is None:
+    raise DataError(
+      f"{name}: expected baseline_scores in the batch, as DataCollector adds them, got "
+      "none"
+    )
 
 
 def with_advantages(batch: Batch, advantages: Batch | np.ndarray | None) -> Batch:

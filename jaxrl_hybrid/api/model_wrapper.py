@@ -11,14 +11,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl_hybrid import build, inspection, role_params
+from jaxrl_hybrid import build, inspection, role_params, styling
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid.algorithms.estimate import compute_advantages
 from jaxrl_hybrid.algorithms.presets import Algorithm
 from jaxrl_hybrid.api import arguments
 from jaxrl_hybrid.api.dialogues import DialogueReader
-from jaxrl_hybrid.api.learning import with_advantages, with_rewards
-from jaxrl_hybrid.api.sequences import PromptReader, Sequences
+from jaxrl_hybrid.api.learning import check_needs, with_advantages, with_rewards
+from jaxrl_hybrid.api.sequences import PromptReader, Sequences, limited
 from jaxrl_hybrid.errors import ConfigError, DataError, RewardError
 from jaxrl_hybrid.models import params as params_lib
 from jaxrl_hybrid.models.hf.classifier import CLASSIFIER, LM, as_classifier
@@ -29,9 +29,10 @@ from jaxrl_hybrid.runtime import launch
 from jaxrl_hybrid.types import Batch
 from jaxrl_hybrid.workers.actor import Actor
 from jaxrl_hybrid.workers.critic import Critic
-from jaxrl_hybrid.workers.generator import RolloutSettings
 from jaxrl_hybrid.workers.reward import decode_responses
 from jaxrl_hybrid.workers.reward_model import RewardModel
+from jaxrl_hybrid.workers.style import StyleTeacher
+from jaxrl_hybrid.workers.style_loss import ActorOutputs
 
 _ROLES = {
   Actor: f"an actor, of AutoModel{LM}",
@@ -156,13 +157,14 @@ class HFModelWrapper:
       return
     self._plan = dataclasses.replace(self._plan, config=config, sizes=sizes)
     if isinstance(self._role, Actor | Critic):
-      store, make = self._role.state.store, build.make_critic
+      store, make, teacher = self._role.state.store, build.make_critic, None
       if isinstance(self._role, Actor):
-        make = build.make_actor
+        make, teacher = build.make_actor, self._role.teacher
       self._role = None  # its moments go before there are new ones
       params, frozen = store.whole_params(), getattr(store, "frozen", None)
       del store
       self._role = make(self._plan, params, frozen)
+      self._teach(teacher)
 
   # An actor.
 
@@ -191,7 +193,8 @@ class HFModelWrapper:
       DataError: a prompt is too long, or no prompt.
     """
     actor = self._as(Actor)
-    settings = self._rollout(actor.generator.settings, n, max_seq_len)
+    most = self._plan.source.spec.rope.length or self._plan.longest_row
+    settings = limited(actor.generator.settings, n, max_seq_len, most=most)
     read = self._reader.read(prompts, max_length=max_seq_len and max_seq_len - 1)
     batch = actor.generate_sequences(read, greedy=greedy, settings=settings)
     actor.release_generation_weights()
@@ -234,6 +237,20 @@ class HFModelWrapper:
       batch = actor.compute_old_log_probs(batch, self.algorithm)
     return actor.update_policy(batch)
 
+  def outputs(self, batch: Batch) -> ActorOutputs:
+    """What ``StyleConstraint.compute`` takes: of the style that the actor is given.
+
+    Raises:
+      ConfigError: the actor has no style (``Trainer(style=...)``).
+    """
+    actor = self._as(Actor)
+    if actor.teacher is None:
+      raise ConfigError(
+        "outputs: expected an actor with a style, by Trainer(actor, style=...) or "
+        "actor.style of its config, got one without"
+      )
+    return actor.outputs(batch)
+
   # A critic.
 
   def compute_values(self, batch: Batch) -> Batch:
@@ -271,16 +288,7 @@ class HFModelWrapper:
       critic_share: of the critic in the advantages (``warmup.take_over``).
     """
     algorithm = self.algorithm
-    if algorithm.needs_terms and not batch.score_terms:
-      raise DataError(
-        f"{self._plan.config.algorithm.name}: expected score_terms and score_weights "
-        "in the batch (batch.with_fields), one per reward function, got none"
-      )
-    if algorithm.needs_greedy_baseline and batch.baseline_scores is None:
-      raise DataError(
-        f"{self._plan.config.algorithm.name}: expected baseline_scores in the batch, "
-        "as DataCollector adds them, got none"
-      )
+    check_needs(batch, algorithm, self._plan.config.algorithm.name)
     controller = build.make_kl_controller(self._plan.config)
     return compute_advantages(batch, algorithm, controller, critic_share=critic_share)
 
@@ -347,6 +355,7 @@ class HFModelWrapper:
     """The worker of this role; a classifier takes the role that is asked first."""
     if self._role is None and role is Actor and self._kind == LM:
       self._role = build.actor_from(self._plan, self._take_params())
+      self._teach(None)
     elif self._role is None and role is not Actor and self._kind == LM:
       raise ConfigError(f"expected {_ROLES[role]}; this wrapper is {_ROLES[Actor]}")
     elif self._role is None and role is Critic:
@@ -358,24 +367,13 @@ class HFModelWrapper:
       raise ConfigError(f"expected {_ROLES[role]}; this wrapper is {what}")
     return self._role
 
-  def _rollout(
-    self, settings: RolloutSettings, n: int | None, max_seq_len: int | None
-  ) -> RolloutSettings:
-    """The settings with what a call asks for."""
-    if n is not None:
-      if n < 1:
-        raise ConfigError(f"n: expected at least 1 sample per prompt, got {n}")
-      settings = dataclasses.replace(settings, n=n)
-    if max_seq_len is None:
-      return settings
-    spec = self._plan.source.spec
-    most = spec.rope.length or inspection.most_positions(spec)
-    if not 2 <= max_seq_len <= most:
-      raise ConfigError(
-        f"max_seq_len: expected 2 to {most} tokens, what the model reads, got "
-        f"{max_seq_len}"
-      )
-    return dataclasses.replace(settings, max_new=max_seq_len, max_length=max_seq_len)
+  def _teach(self, teacher: StyleTeacher | None) -> None:
+    """Has an actor compare with itself as it is now, unless its style is known."""
+    if isinstance(self._role, Actor):
+      asked = styling.constraint_of(self._plan.config)
+      if asked is None or teacher is None or teacher.constraint != asked:
+        teacher = build.make_teacher(self._plan, self._role)
+      self._role.teacher = teacher
 
   def _make_reward_model(self) -> RewardModel:
     params, head = self._params, self._params["value_head"]["kernel"]

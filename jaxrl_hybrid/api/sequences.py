@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_hybrid.data.template import PromptEncoder
 from jaxrl_hybrid.errors import ConfigError, DataError
 from jaxrl_hybrid.types import Batch, Prompt
+from jaxrl_hybrid.workers.generator import RolloutSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,34 @@ class PromptReader:
       )
     self._draws += 1
     return Prompt(ids, prompt, text, row, draw, columns)
+
+
+def limited(
+  settings: RolloutSettings, n: int | None, max_seq_len: int | None, *, most: float
+) -> RolloutSettings:
+  """Rollout settings with what a call asks for.
+
+  Args:
+    settings: those of the actor.
+    n: samples per prompt, or None.
+    max_seq_len: most tokens of prompt and completion together, or None.
+    most: tokens that the model reads.
+
+  Raises:
+    ConfigError: a number out of range.
+  """
+  if n is not None:
+    if n < 1:
+      raise ConfigError(f"n: expected at least 1 sample per prompt, got {n}")
+    settings = dataclasses.replace(settings, n=n)
+  if max_seq_len is None:
+    return settings
+  if not 2 <= max_seq_len <= most:
+    raise ConfigError(
+      f"max_seq_len: expected 2 to {most} tokens, what the model reads, got "
+      f"{max_seq_len}"
+    )
+  return dataclasses.replace(settings, max_new=max_seq_len, max_length=max_seq_len)
 
 
 def is_ids(given: Any) -> bool:

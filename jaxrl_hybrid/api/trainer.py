@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from jaxrl_hybrid.api.critic_warmup import CriticWarmupScheduler
 from jaxrl_hybrid.api.model_wrapper import HFModelWrapper
 from jaxrl_hybrid.errors import ConfigError, DataError
 from jaxrl_hybrid.types import Batch
+from jaxrl_hybrid.workers.style_loss import StyleConstraint
 
 OPTIMIZERS = ("adamw",)
 
@@ -33,6 +35,7 @@ class Trainer:
     ppo_epochs: int | None = None,
     critic_lr: float | None = None,
     reference: HFModelWrapper | None = None,
+    style: StyleConstraint | None = None,
     config: Mapping[str, Any] | None = None,
   ):
     """Configures both models; one that was used already starts with new moments.
@@ -46,6 +49,8 @@ class Trainer:
       ppo_epochs: passes over a batch; None: as their configs say.
       critic_lr: of the critic.
       reference: what ``actor.use_kl_loss`` keeps the actor near to.
+      style: a loss beside the actor's; what it is compared with is the actor as it is
+        now.
       config: more keys of ``jaxrl_hybrid.config.base``, for both.
 
     Raises:
@@ -56,7 +61,10 @@ class Trainer:
     shared = dict(config or {})
     if ppo_epochs is not None:
       shared["actor.ppo_epochs"] = ppo_epochs
-    actor.configure(shared | _optim("actor", lr, grad_clip))
+    own = _optim("actor", lr, grad_clip)
+    if style is not None:
+      own["actor.style"] = dataclasses.asdict(style)
+    actor.configure(shared | own)
     if critic is not None:
       critic_lr = lr if critic_lr is None else critic_lr
       critic.configure(shared | _optim("critic", critic_lr, grad_clip))

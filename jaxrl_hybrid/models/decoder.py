@@ -129,12 +129,12 @@ class Decoder(CachedTransformer):
     positions_BT: jax.Array | None = None,
     real_BT: jax.Array | None = None,
     collision: bool = False,
-  ) -> tuple[jax.Array, jax.Array, experts.Load | None]:
-    """``token_log_probs``, or of p^2 for the entropy, and experts' load ``[L, E]``."""
+  ) -> logprob.Scored:
+    """``token_log_probs`` and what they are of; or sums of p^2 for the entropy."""
     params = self._outer(params)
-    hidden_BTD, load_L = self._hidden(params, tokens_BT, positions_BT, real_BT)
+    hidden_BTD, load = self._hidden(params, tokens_BT, positions_BT, real_BT)
     hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
-    log_probs, entropy = logprob.token_log_probs(
+    both = logprob.token_log_probs(
       hidden_BTD[:, :-1],
       self.head(params),
       tokens_BT[:, 1:],
@@ -145,7 +145,7 @@ class Decoder(CachedTransformer):
       softcap=self.spec.logit_softcap,
       collision=collision,
     )
-    return _shift_right(log_probs), _shift_right(entropy), load_L
+    return logprob.Scored(*map(_shift_right, both), load, hidden_BTD, self.head(params))
 
   def scores(
     self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array | None = None

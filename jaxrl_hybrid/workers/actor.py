@@ -25,11 +25,15 @@ from jaxrl_hybrid.workers.adapted import Frozen
 from jaxrl_hybrid.workers.generator import Generator, RolloutSettings
 from jaxrl_hybrid.workers.scoring import Scorer
 from jaxrl_hybrid.workers.stores import RESIDENT, AnyLayout, Offload
+from jaxrl_hybrid.workers.style import StyleTeacher, outputs_of
+from jaxrl_hybrid.workers.style_loss import ActorOutputs, OutputForm, StyleConstraint
 from jaxrl_hybrid.workers.training import (
   Maxima,
   TrainState,
   masked,
+  micro_batch,
   mini_batches,
+  place,
   summarize,
 )
 
@@ -61,6 +65,7 @@ class ActorSettings:
   seed: int
   bypass: bool = False  # old log-probs are the engine's
   ptx_coef: float = 0.0  # of the loss of answers that are given
+  style: StyleConstraint | None = None
   # Of some policy losses only.
   clip_cov_ratio: float = 2e-4
   clip_cov_lb: float = 1.0
@@ -70,6 +75,18 @@ class ActorSettings:
   sapo_tau_pos: float = 1.0
   sapo_tau_neg: float = 1.05
   dro_beta: float = 0.1
+
+  def form(self, decoder: Decoder) -> OutputForm:
+    """Of what the style loss looks at."""
+    return OutputForm(
+      temperature=self.temperature,
+      vocab_size=decoder.spec.vocab_size,
+      chunk=self.logprob_chunk,
+      dtype=decoder.dtype,
+      softcap=decoder.spec.logit_softcap,
+      loss_agg_mode=self.loss_agg_mode,
+      loss_scale_factor=self.loss_scale_factor,
+    )
 
   def knobs(self, names: Sequence[str]) -> dict[str, float]:
     """Keyword arguments of a policy loss that asks for these."""
@@ -104,6 +121,17 @@ class Actor:
       seed=settings.seed,
     )
     self._schedule = schedule
+    self.teacher: StyleTeacher | None = None  # of settings.style
+    self._layout, form = layout.train, settings.form(decoder)
+
+    def outputs(params: Params, micro: dict, given: Any) -> ActorOutputs:
+      scored = decoder.score(
+        params, micro["tokens"], temperature=form.temperature, chunk=form.chunk
+      )
+      total = reduce.totals(micro["mask"])
+      return outputs_of(decoder, scored, micro, total, given, form=form)
+
+    self._outputs = jax.jit(outputs)
     self.generator = generator
     self._settings = settings
     self._loss = POLICY_LOSSES[settings.policy_loss]
@@ -210,7 +238,11 @@ class Actor:
       if answered is not None:
         more = _as_given(answered(), options)
         packed, count = rows.join((packed, places), more)
-      pending.append(self.state.step(packed, count))
+      given = ()
+      if self.teacher is not None:
+        packed |= self.teacher.packed(mini, micro_batches=len(packed["tokens"]))
+        given = (self.teacher.given(),)
+      pending.append(self.state.step(packed, count, given))
     metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
     return {
       k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
@@ -222,6 +254,8 @@ class Actor:
     if GAP_MEAN not in mini.metrics:  # else it is known
       names.append("rollout_log_probs")
     found = {name: getattr(mini, name) for name in names}
+    if self.teacher is not None:
+      found |= self.teacher.columns(mini)
     if self._loss.select:
       found["selected"] = self._select(mini, first=first)
     return {name: column for name, column in found.items() if column is not None}
@@ -249,7 +283,17 @@ class Actor:
   @property
   def shares_rows(self) -> bool:
     """Whether several sequences may share a row of an update."""
-    return self._settings.share_rows and self._loss.per_token
+    return self._settings.share_rows and self._loss.per_token and self.teacher is None
+
+  def outputs(self, batch: Batch) -> ActorOutputs:
+    """What the style loss looks at, of all rows at once."""
+    packed, _ = rows.pack(
+      batch, self.teacher.columns(batch), micro_rows=self._settings.micro_rows
+    )
+    packed |= self.teacher.packed(batch)
+    together = {k: x.reshape(1, -1, x.shape[-1]) for k, x in packed.items()}
+    micro = micro_batch(place(together, self._layout), 0)
+    return self._outputs(self.state.weights, micro, self.teacher.given())
 
   def updates_per_batch(self, sequences: int) -> int:
     """How many optimizer steps ``update_policy`` makes of so many sequences."""
@@ -267,11 +311,12 @@ def _as_given(batch: Batch, options: dict[str, Any]) -> Any:
 
 def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
   policy_loss = POLICY_LOSSES[settings.policy_loss]
-  knobs = settings.knobs(policy_loss.knobs)
+  knobs, style = settings.knobs(policy_loss.knobs), settings.style
+  form = settings.form(decoder)
 
-  def loss_fn(params: Params, micro: dict, total: reduce.Totals):
+  def loss_fn(params: Params, micro: dict, total: reduce.Totals, *given: Any):
     mask_BT, positions_BT = micro["mask"], micro.get(rows.POSITIONS)
-    log_probs_BT, entropy_BT, load_L = decoder.score(
+    scored = decoder.score(
       params,
       micro["tokens"],
       temperature=settings.temperature,
@@ -279,6 +324,7 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       positions_BT=positions_BT,
       real_BT=micro.get("real"),
     )
+    log_probs_BT, entropy_BT, load_L = scored[:3]
     old_BT = micro.get("old_log_probs", jax.lax.stop_gradient(log_probs_BT))
     chosen = {"selected": micro["selected"]} if policy_loss.select else {}
     loss_BT, extra = policy_loss.function(
@@ -309,6 +355,11 @@ def _make_loss(decoder: Decoder, settings: ActorSettings) -> Any:
       ptx_loss = -jnp.sum(log_probs_BT * micro["ptx"])
       loss += settings.ptx_coef * ptx_loss
       means["ptx_loss"] = (ptx_loss, 0.0)
+    if style is not None:
+      outputs = outputs_of(decoder, scored, micro, total, *given, form=form)
+      style_BT = style.per_token(outputs)
+      loss += style.reduce(style_BT, outputs)
+      means["style_loss"] = masked(style_BT, mask_BT)
     if load_L is not None:
       tokens = jnp.sum(mask_BT).astype(jnp.float32)
       balance = experts.balance_loss(load_L)

@@ -50,7 +50,10 @@ class Reference:
       share=share_rows,
     )
 
+  def device_weights(self) -> Params:
+    """On the device, for as long as the caller keeps them."""
+    return offload.to_device(self.weights) if self._on_host else self.weights
+
   def compute_log_probs(self, batch: Batch) -> Batch:
     """Adds ``ref_log_probs``."""
-    weights = offload.to_device(self.weights) if self._on_host else self.weights
-    return batch.with_fields(ref_log_probs=self.log_probs(weights, batch))
+    return batch.with_fields(ref_log_probs=self.log_probs(self.device_weights(), batch))

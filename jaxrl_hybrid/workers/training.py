@@ -32,8 +32,9 @@ Means = dict[str, tuple[jax.Array, jax.Array]]
 Maxima = dict[str, jax.Array]
 COUNT = "micro_batches"  # of a batch: int32, how many of its A are not empty
 DROPOUT = "dropout"  # of a batch: uint32 [A], a seed for each micro-batch
-# (params, micro-batch, totals) -> (this micro-batch's share of the loss, metrics)
-LossFn = Callable[[Params, dict, reduce.Totals], tuple[jax.Array, tuple[Means, Maxima]]]
+# (params, micro-batch, totals, *given) -> (this micro-batch's share of the loss,
+# metrics); what is given is the same for all micro-batches, and has no gradient.
+LossFn = Callable[..., tuple[jax.Array, tuple[Means, Maxima]]]
 
 
 class TrainState:
@@ -84,29 +85,36 @@ class TrainState:
     """What programs compute with."""
     return self.store.weights
 
-  def lower(self, batch: dict[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+  def lower(
+    self, batch: dict[str, jax.ShapeDtypeStruct], *given: Any
+  ) -> jax.stages.Lowered:
     """The gradient program ahead of time."""
-    return self.gradients.lower(self.store.weights, batch | self._seeds(batch))
+    batch = batch | self._seeds(batch)
+    return self.gradients.lower(self.store.weights, batch, *given)
 
-  def gradient_shapes(self, batch: dict[str, jax.ShapeDtypeStruct]) -> Any:
+  def gradient_shapes(self, batch: dict[str, jax.ShapeDtypeStruct], *given: Any) -> Any:
     """(gradients, metrics) of a batch as shapes with shardings."""
-    _, metrics = jax.eval_shape(self.gradients, self.store.weights, batch)
+    _, metrics = jax.eval_shape(self.gradients, self.store.weights, batch, *given)
     scalar = lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=self._layout.train.replicated
     )
     return self._layout.abstract_params(), jax.tree.map(scalar, metrics)
 
   def step(
-    self, packed: dict[str, np.ndarray], micro_batches: int | None = None
+    self,
+    packed: dict[str, np.ndarray],
+    micro_batches: int | None = None,
+    given: tuple[Any, ...] = (),
   ) -> Callable[[], dict[str, float]]:
     """Applies one update; returns a function that waits for its metrics.
 
     Args:
       packed: ``[A, B, T]`` arrays.
       micro_batches: of the A those that have rows, the first ones; default all.
+      given: more arguments of the loss, on the device.
     """
     batch = place(packed, self._layout.train, micro_batches) | self._seeds(packed)
-    grads, metrics = self.gradients(self.store.weights, batch)
+    grads, metrics = self.gradients(self.store.weights, batch, *given)
     self.store.apply(grads, metrics)
     self.updates += 1
     return lambda: {k: float(v) for k, v in multihost.fetch(metrics).items()}
@@ -193,15 +201,15 @@ def _mean(values: list[float]) -> float:
 
 
 def _make_gradients(layout: AnyLayout, loss_fn: LossFn) -> Any:
-  """(weights, [A, B, T] batch) -> gradients of the stored parameters, metrics."""
+  """(weights, [A, B, T] batch, *given) -> gradients of stored parameters, metrics."""
 
-  def gradients(weights: Params, batch: dict[str, jax.Array]) -> Any:
+  def gradients(weights: Params, batch: dict[str, jax.Array], *given: Any) -> Any:
     total = reduce.totals(batch["mask"], batch.get(POSITIONS))
 
     def accumulate(i: jax.Array, so_far: Any) -> Any:
       loss, means, maxima, grads = so_far
       micro = micro_batch(batch, i)
-      loss_of = lambda trainable: loss_fn(trainable, micro, total)
+      loss_of = lambda trainable: loss_fn(trainable, micro, total, *given)
       seed = {"seed": micro[DROPOUT]} if DROPOUT in micro else {}
       (more, (more_means, more_maxima)), grads = layout.value_and_grad(
         loss_of, weights, grads, **seed
@@ -210,7 +218,7 @@ def _make_gradients(layout: AnyLayout, loss_fn: LossFn) -> Any:
       maxima = jax.tree.map(jnp.maximum, maxima, more_maxima)
       return loss + more, add(means, more_means), maxima, grads
 
-    forward = lambda weights: loss_fn(weights, micro_batch(batch, 0), total)
+    forward = lambda weights: loss_fn(weights, micro_batch(batch, 0), total, *given)
     shape, (means, maxima) = jax.eval_shape(forward, weights)
     blank = lambda tree, x: jax.tree.map(lambda s: jnp.full(s.shape, x, s.dtype), tree)
     start = (blank(shape, 0), blank(means, 0), blank(maxima, -jnp.inf))

@@ -9,6 +9,7 @@ from jaxrl_hybrid import (
   CriticWarmupScheduler,
   DataCollector,
   HFModelWrapper,
+  StyleConstraint,
   Trainer,
 )
 from jaxrl_hybrid.errors import JaxrlError
@@ -156,6 +157,28 @@ def test_the_critic_learns_first(actor, critic):
   foreign = CriticWarmupScheduler(actor, 2, 4)
   with pytest.raises(JaxrlError, match="of the trainer's own critic"):
     trainer.step(batch, critic_scheduler=foreign)
+
+
+def test_a_style_beside_the_reward(places):
+  """The seed's lines: StyleConstraint(...), style_loss.compute(actor_outputs)."""
+  actor = load(places / "lm", **{"algorithm.name": "grpo", "rollout.n": 2})
+  style_loss = StyleConstraint(reference_texts=["w8 w9", "w3"], weight=0.3)
+  trainer = Trainer(actor, style=style_loss, lr=1e-2)
+  collector = DataCollector(actor, lambda seqs: np.ones(len(seqs)))
+  batch = trainer.compute_advantages(collector.collect(PROMPTS))
+  actor_outputs = actor.outputs(batch)
+  expected = float(style_loss.compute(actor_outputs))
+  steps = [trainer.step(batch) for _ in range(6)]
+  # Equal rewards: nothing but the style is learned.
+  assert steps[0]["actor_loss"] == pytest.approx(expected, rel=1e-4)
+  assert steps[0]["actor/style_loss"] == pytest.approx(expected / 0.3, rel=1e-4)
+  assert steps[-1]["actor/style_loss"] < 0.8 * steps[0]["actor/style_loss"]
+  teacher = actor._role.teacher
+  actor.configure({"actor.optim.lr": 1e-3})
+  assert actor._role.teacher is teacher  # still the actor as it was at first
+  plain = load(places / "lm")
+  with pytest.raises(JaxrlError, match="outputs: expected an actor with a style"):
+    plain.outputs(batch)
 
 
 def test_remax_compares_with_the_greedy_answer(places):

@@ -26,8 +26,8 @@ def test_balance_loss_equals_transformers(name, tmp_path):
 
   def run(params, tokens, real):
     weights = layout.prepare(params)
-    *_, load = model.score(weights, tokens, temperature=1.0, chunk=20, real_BT=real)
-    return experts.balance_loss(load)
+    scored = model.score(weights, tokens, temperature=1.0, chunk=20, real_BT=real)
+    return experts.balance_loss(scored.load)
 
   got = float(jax.jit(run)(params, tokens, real))
   assert got == pytest.approx(float(expected), rel=1e-4)
