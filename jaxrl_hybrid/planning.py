@@ -281,15 +281,15 @@ class Planner:
     shared = dict.fromkeys(shared_columns(shares), np.int32)
     columns = {"tokens": np.int32, "mask": bool} | shared | columns
     batch = abstract_batch(columns, shape, plan.train_layout)
-    given = ()
+    beside = ()
     if style is not None:
       longer = (*shape[:2], bucket(self._length + plan.style_tokens))
       batch |= style.abstract(shape, longer, plan.train_layout)
-      given = (style.given(),)
-    grads, metrics = state.gradient_shapes(batch, *given)
+      beside = (style.given(),)
+    grads, metrics = state.gradient_shapes(batch, *beside)
     size = {"gradients": abstract.device_bytes(grads)}
     part = f"{name}: gradients"
-    lower = functools.partial(state.lower, batch, *given)
+    lower = functools.partial(state.lower, batch, *beside)
     beyond = self._buffers(part, lower, size["gradients"])
     yield self._phase(part, size | beyond)
     chunks = {"optimizer chunks": state.store.visiting_bytes()}

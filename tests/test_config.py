@@ -327,4 +327,4 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
 
 
 def test_some_180_knobs_and_no_more():
-  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 185
+  assert sum(1 for _ in config_lib.flatten(config_lib.base())) <= 190

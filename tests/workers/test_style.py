@@ -112,9 +112,8 @@ def run(constraint, given, batch, **options):
   return metrics, jax.tree.map(lambda a, b: a - b, before, after)
 
 
-@pytest.mark.parametrize("constraint", [DISTILL, EMBEDDING], ids=lambda c: c.method)
-def test_micro_batches_order_and_tool_tokens(constraint):
-  given = teacher_weights() if constraint is DISTILL else jnp.arange(16.0) - 3
+def test_micro_batches_order_and_tool_tokens():
+  constraint, given = DISTILL, teacher_weights()
   mask = np.ones((4, 6), bool)
   mask[1, 1:3] = False  # tokens of a tool
   batch = no_advantages(loss_mask=mask)
@@ -125,6 +124,26 @@ def test_micro_batches_order_and_tool_tokens(constraint):
   tiny.assert_same_update(one, turned, rel=2e-6)
   whole = run(constraint, given, no_advantages())
   assert whole[0]["actor/style_loss"] != one[0]["actor/style_loss"]
+
+
+def test_answers_that_are_given_have_no_style():
+  answers = tiny.make_batch(prompts=([4, 8],), responses=([7, 9, tiny.EOS],))
+  actor = make_actor(DISTILL, teacher_weights(), ptx_coef=0.5)
+  outputs = actor.outputs(no_advantages())
+  expected = np.asarray(DISTILL.per_token(outputs))[np.asarray(outputs.mask_BT)]
+  metrics = actor.update_policy(no_advantages(), answered=lambda: answers)
+  assert metrics["actor/style_loss"] == pytest.approx(expected.mean(), rel=1e-4)
+  assert metrics["actor/ptx_loss"] > 0
+
+
+def test_an_update_toward_an_embedding():
+  anchor = jnp.arange(16.0) - 3
+  outputs = dataclasses.replace(first_outputs(), anchor_D=anchor)
+  mask_BT = np.asarray(outputs.mask_BT)
+  expected = np.asarray(EMBEDDING.per_token(outputs))[mask_BT].mean()
+  metrics, update = run(EMBEDDING, anchor, no_advantages())
+  assert metrics["actor/style_loss"] == pytest.approx(expected, rel=1e-4)
+  assert tiny.largest(update) > 0
 
 
 def test_the_distance_of_embeddings_by_hand():
