@@ -75,17 +75,27 @@ class RewardShaper:
   moments: RunningMoments = dataclasses.field(default_factory=RunningMoments)
 
   def shape(self, batch: Batch) -> Batch:
-    """The batch with ``rewards`` whose one number per row, the score, is shaped."""
+    """The batch with ``rewards`` whose one number per row, the score, is shaped.
+
+    So are ReMax's ``baseline_scores``.
+    """
     if not self.normalize and self.clip is None:
       return batch
-    shaped = batch.scores
     if self.normalize:
       self.moments.update(batch.scores)
-      shaped = self.moments.normalize(batch.scores)
-    if self.clip is not None:
-      shaped = np.clip(shaped, -self.clip, self.clip)
+    shaped = self._shape(batch.scores)
+    baseline = batch.baseline_scores
+    if baseline is not None:
+      baseline = self._shape(baseline)
     rewards, rows = batch.rewards.copy(), np.arange(len(batch))
     rewards[rows, batch.response_lengths - 1] += shaped - batch.scores
     return batch.with_fields(
-      rewards=rewards, metrics={"critic/shaped_rewards/mean": float(shaped.mean())}
+      rewards=rewards,
+      baseline_scores=baseline,
+      metrics={"critic/shaped_rewards/mean": float(shaped.mean())},
     )
+
+  def _shape(self, scores_N: np.ndarray) -> np.ndarray:
+    if self.normalize:
+      scores_N = self.moments.normalize(scores_N)
+    return scores_N if self.clip is None else np.clip(scores_N, -self.clip, self.clip)

@@ -243,10 +243,11 @@ class Actor:
         packed |= self.teacher.packed(mini, micro_batches=len(packed["tokens"]))
         given = (self.teacher.given(),)
       pending.append(self.state.step(packed, count, given))
-    metrics = summarize([wait() for wait in pending]) | {"lr": float(lr)}
-    return {
-      k if k in (GAP_MEAN, GAP_MAX) else f"actor/{k}": v for k, v in metrics.items()
-    }
+    updates = [wait() for wait in pending]
+    metrics = summarize(updates) | {"lr": float(lr)}
+    # Before the first update trainer and engine have the same weights.
+    gap = {k: updates[0][k] for k in (GAP_MEAN, GAP_MAX) if k in metrics}
+    return {f"actor/{k}": v for k, v in metrics.items() if k not in gap} | gap
 
   def _columns(self, mini: Batch, *, first: bool) -> dict[str, np.ndarray]:
     """``[N, R]`` arrays that the loss of a mini-batch needs."""

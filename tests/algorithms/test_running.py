@@ -75,6 +75,13 @@ def test_rewards_are_in_units_of_all_scores_so_far():
   assert last(RewardShaper(True, 0.5).shape(scored(1.0, 3.0))) == [-0.5, 0.5]
 
 
+def test_greedy_scores_are_shaped_alike_but_not_learned_from():
+  batch = scored(1.0, 3.0).with_fields(baseline_scores=np.array([2.0, 9.0], np.float32))
+  shaper = RewardShaper(True, 1.0)
+  assert shaper.shape(batch).baseline_scores.tolist() == [0.0, 1.0]
+  assert shaper.moments.count == 2
+
+
 def test_without_a_switch_nothing_changes():
   batch = scored(1.0, 3.0)
   assert RewardShaper(False, None).shape(batch) is batch

@@ -1,0 +1,23 @@
+"""GRPO on the quickstart's task.
+
+    python -m jaxrl_hybrid.train --config configs/algorithms/grpo.py
+
+The samples of a prompt are compared, in units of their std.
+EXPECT
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid import user_files
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.py"
+
+
+def get_config() -> ConfigDict:
+  quickstart = user_files.load(str(QUICKSTART), "config")
+  config = quickstart.get_config()
+  config.algorithm.name = "grpo"
+  config.algorithm.norm_adv_by_std_in_grpo = True
+  return config

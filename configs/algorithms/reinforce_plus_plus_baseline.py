@@ -1,0 +1,23 @@
+"""REINFORCE++ with a baseline on the quickstart's task.
+
+    python -m jaxrl_hybrid.train \\
+        --config configs/algorithms/reinforce_plus_plus_baseline.py
+
+The group's mean is subtracted, then the batch is whitened.
+EXPECT
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid import user_files
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.py"
+
+
+def get_config() -> ConfigDict:
+  quickstart = user_files.load(str(QUICKSTART), "config")
+  config = quickstart.get_config()
+  config.algorithm.name = "reinforce_plus_plus_baseline"
+  return config

@@ -1,0 +1,24 @@
+"""ReMax on the quickstart's task.
+
+    python -m jaxrl_hybrid.train --config configs/algorithms/remax.py
+
+The greedy answer's reward is the baseline; no critic.
+EXPECT
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid import user_files
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.py"
+
+
+def get_config() -> ConfigDict:
+  quickstart = user_files.load(str(QUICKSTART), "config")
+  config = quickstart.get_config()
+  config.algorithm.name = "remax"
+  config.rollout.n = 1
+  config.data.train_batch_size = 256
+  return config

@@ -1,0 +1,22 @@
+"""RLOO on the quickstart's task.
+
+    python -m jaxrl_hybrid.train --config configs/algorithms/rloo.py
+
+Each sample against the mean of the prompt's other samples.
+EXPECT
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid import user_files
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.py"
+
+
+def get_config() -> ConfigDict:
+  quickstart = user_files.load(str(QUICKSTART), "config")
+  config = quickstart.get_config()
+  config.algorithm.name = "rloo"
+  return config

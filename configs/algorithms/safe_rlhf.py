@@ -1,0 +1,33 @@
+"""Safe RLHF on the quickstart's task.
+
+    python -m jaxrl_hybrid.train --config configs/algorithms/safe_rlhf.py
+
+PPO with a second critic: the reward rises while the mean number of words, the
+cost, is kept at two and a half, a trade-off that a multiplier finds. Some of the
+task's answers are learned as they are beside it (ptx).
+EXPECT
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxrl_hybrid import user_files
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.py"
+
+
+def get_config() -> ConfigDict:
+  quickstart = user_files.load(str(QUICKSTART), "config")
+  config = quickstart.get_config()
+  config.algorithm.name = "safe_rlhf"
+  config.rollout.n = 1
+  config.data.train_batch_size = 256
+  config.algorithm.lam = 0.95
+  config.cost.limit = 2.5
+  config.cost.multiplier = 0.1
+  config.data.ptx_files = (quickstart.TASK + "&n=32",)
+  config.data.ptx_key = "ground_truth"
+  config.actor.ptx_coef = 0.01
+  config.actor.ptx_batch_size = 64
+  return config
