@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/opo.py
 
 The group's mean, weighted by length, is the baseline.
-EXPECT
 """
 
 from pathlib import Path

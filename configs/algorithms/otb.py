@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/otb.py
 
 A baseline for every token, weighted by a proxy of the gradient's norm.
-EXPECT
 """
 
 from pathlib import Path

@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/ppo.py
 
 A critic and GAE, clipped ratios; advantages are whitened.
-EXPECT
 """
 
 from pathlib import Path

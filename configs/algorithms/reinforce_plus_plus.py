@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/reinforce_plus_plus.py
 
 Whitened returns to go; no baseline, no critic.
-EXPECT
 """
 
 from pathlib import Path

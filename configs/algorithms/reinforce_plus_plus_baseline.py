@@ -4,7 +4,6 @@
         --config configs/algorithms/reinforce_plus_plus_baseline.py
 
 The group's mean is subtracted, then the batch is whitened.
-EXPECT
 """
 
 from pathlib import Path

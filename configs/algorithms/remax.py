@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/remax.py
 
 The greedy answer's reward is the baseline; no critic.
-EXPECT
 """
 
 from pathlib import Path

@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/rloo.py
 
 Each sample against the mean of the prompt's other samples.
-EXPECT
 """
 
 from pathlib import Path

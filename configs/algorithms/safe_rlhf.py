@@ -5,7 +5,6 @@
 PPO with a second critic: the reward rises while the mean number of words, the
 cost, is kept at two and a half, a trade-off that a multiplier finds. Some of the
 task's answers are learned as they are beside it (ptx).
-EXPECT
 """
 
 from pathlib import Path

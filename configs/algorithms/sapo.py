@@ -3,7 +3,6 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/sapo.py
 
 A soft gate of the ratio in place of the clip.
-EXPECT
 """
 
 from pathlib import Path
