@@ -25,7 +25,6 @@ CORRECTED = {
 FEW = {
   "dapo": ({}, "training/filter_groups/gen_batches"),
   "otb": (CORRECTED, "rollout_corr/rollout_is_mean"),
-  "kl_cov": ({}, "actor/selected_fraction"),
   "gspo": (
     {"algorithm.rollout_correction.bypass_mode": True},
     "rollout_train_logprob_diff_max",

@@ -1,10 +1,12 @@
 """An algorithm of the user's own: as the README shows it, and every way to fail."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_algorithm_runs
 import test_train
 
 from jaxrl_hybrid import config as config_lib
@@ -46,6 +48,13 @@ def load(file, name, *overrides):
   )
 
 
+def forget(file):
+  """As in a new process."""
+  for name, module in list(sys.modules.items()):
+    if getattr(module, "__file__", None) == str(file):
+      del sys.modules[name]
+
+
 def write(tmp_path, text, name="my_algorithm.py"):
   file = tmp_path / name
   file.write_text(text)
@@ -63,24 +72,15 @@ def test_the_readme_needs_less_than_ten_lines():
   assert '+  config.algorithm.module = "my_algorithm.py"' in TO_OWN
 
 
-def test_the_readmes_own_algorithm_trains(tmp_path):
+def test_the_readmes_own_algorithm_trains_and_a_saved_run_knows_its_file(tmp_path):
   file = write(tmp_path, OWN_FILE)
-  run_dir = tmp_path / "run"
-  test_train.run(
-    f"--config.algorithm.module={file}",
-    "--config.algorithm.name=beat_the_median",
-    f"--config.trainer.run_dir={run_dir}",
-    "--config.trainer.total_steps=1",
-    "--config.rollout.n=1",
-    "--config.actor.ppo_micro_batch_size_per_device=2",
-    "--config.trainer.save_freq=1",
-  )
-  last = test_train.metrics_of(run_dir)[-1]
-  assert last["critic/advantages/max"] > 0 >= last["critic/advantages/min"]
-  # A saved run knows where its algorithm is.
-  test_train.run(
-    "--run_dir", run_dir, "--out", tmp_path / "hf", module="export", config=None
-  )
+  settings = {"algorithm.module": str(file), "rollout.n": 1}
+  rows = test_algorithm_runs.fit(tmp_path / "run", "beat_the_median", settings)
+  assert rows[-1]["critic/advantages/max"] > 0 >= rows[-1]["critic/advantages/min"]
+  del registry.ESTIMATORS["beat_the_median"]
+  forget(file)
+  saved = config_reader.from_run(tmp_path / "run" / "config.json")
+  assert inspection.make_algorithm(saved).min_group_size == 1
 
 
 def test_an_own_estimator_and_an_own_loss_are_found_by_name(tmp_path):

@@ -247,7 +247,7 @@ ANSWERS = tiny.make_batch(
 )
 
 
-@pytest.mark.parametrize("options", [{}, dict(micro_rows=3), dict(share_rows=True)])
+@pytest.mark.parametrize("options", [dict(micro_rows=3), dict(share_rows=True)])
 def test_given_answers_are_learned_beside(off_policy, result, options):
   """0.5 of their mean negative log-prob is added, and its gradient."""
 
