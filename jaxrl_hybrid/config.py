@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_dict
 from jaxrl_hybrid import algorithm_checks, costs, user_files
 from jaxrl_hybrid import config_checks as checks
 from jaxrl_hybrid.algorithms import presets
-from jaxrl_hybrid.algorithms.registry import LOSS_KNOBS, POLICY_LOSSES
+from jaxrl_hybrid.algorithms.registry import ESTIMATORS, LOSS_KNOBS, POLICY_LOSSES
 from jaxrl_hybrid.batch_sizes import Sizes, check_batch
 
 
@@ -104,7 +104,7 @@ def base() -> ConfigDict:
         ),
       ),
       rollout=dict(
-        n=1,
+        n=optional(int),  # samples of a prompt; default: 8 to compare them, else 1
         temperature=1.0,
         top_k=-1,
         top_p=1.0,
@@ -262,6 +262,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
       section = checks.get(config, ".".join(path))
       if section[name] is None:
         section[name] = value
+    if config.rollout.n is None:
+      config.rollout.n = _default_samples(config.algorithm)
     if config.critic.full_steps is None:
       config.critic.full_steps = config.critic.warmup
     if actor.loss_scale_factor is None:
@@ -288,6 +290,12 @@ def load_module(config: ConfigDict) -> None:
   """
   if config.algorithm.module:
     user_files.load(config.algorithm.module, "algorithm.module")
+
+
+def _default_samples(algorithm: ConfigDict) -> int:
+  estimator = ESTIMATORS.get(algorithm.adv_estimator)  # an unknown one is said later
+  compares = estimator is not None and estimator.min_group_size > 1
+  return 8 if compares or algorithm.filter_groups.enable else 1
 
 
 def _default_micro(per_shard: int, pp: int) -> int:

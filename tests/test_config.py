@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl_hybrid import config as config_lib
 from jaxrl_hybrid import config_reader
+from jaxrl_hybrid.algorithms.presets import PRESETS
 from jaxrl_hybrid.errors import ConfigError
 
 TINY = str(Path(__file__).with_name("tiny_config.py"))
@@ -140,6 +141,26 @@ def test_one_line_switches_the_algorithm(name):
   own |= {"dppo": "dppo_tv", "otb": "optimal_token_baseline"}
   assert own.get(name, name) in parts
   assert None not in (config.actor.clip_ratio_low, config.actor.loss_agg_mode)
+
+
+@pytest.mark.parametrize("config", ["quickstart", "smollm2_arithmetic_ppo"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_line_switches_the_algorithm_of_shipped_configs(name, config):
+  file = CONFIGS[0].with_name(f"{config}.py")
+  argv = ["train", f"--config={file}", f"--config.algorithm.name={name}"]
+  config_lib.validate(config_lib.resolve(config_reader.from_argv(argv)[0]))
+
+
+def test_algorithms_that_compare_samples_have_some():
+  on_ppo = lambda name: config_reader.from_argv(
+    [
+      "train",
+      f"--config={CONFIGS[0].with_name('smollm2_arithmetic_ppo.py')}",
+      f"--config.algorithm.name={name}",
+    ]
+  )[0]
+  samples = lambda name: config_lib.resolve(on_ppo(name)).rollout.n
+  assert [samples(name) for name in ("ppo", "remax", "grpo", "rloo")] == [1, 1, 8, 8]
 
 
 @pytest.mark.parametrize("name", NAMES)
