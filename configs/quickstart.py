@@ -44,10 +44,10 @@ def get_config() -> ConfigDict:
   config.rewards.functions = ("symbol_match",)
   config.rewards.weights = (1.0,)
   config.rewards.skip_special_tokens = False  # <bos> and the like are wrong symbols
-  # Of algorithms with a cost (safe_rlhf): answers of more than four symbols.
-  config.cost.functions = ("word_count",)
+  # Of algorithms with a cost (safe_rlhf): answers that repeat themselves.
+  config.cost.functions = ("repetition",)
   config.cost.weights = (1.0,)
-  config.cost.limit = 4.0
+  config.cost.limit = 0.15
   config.algorithm.name = "grpo"
   config.algorithm.norm_adv_by_std_in_grpo = False
   config.actor.entropy_coeff = 0.02

@@ -35,10 +35,10 @@ def get_config(variant: str = "gpu") -> ConfigDict:
   config.rollout.max_rows = 1024
   config.rewards.functions = ("last_number",)
   config.rewards.weights = (1.0,)
-  # Of algorithms with a cost (safe_rlhf): answers of more than eight words.
-  config.cost.functions = ("word_count",)
+  # Of algorithms with a cost (safe_rlhf): answers that repeat themselves.
+  config.cost.functions = ("repetition",)
   config.cost.weights = (1.0,)
-  config.cost.limit = 8.0
+  config.cost.limit = 0.2
   config.algorithm.name = "ppo"
   config.algorithm.lam = 0.95
   config.actor.ppo_mini_batch_size = 256

@@ -53,8 +53,8 @@ def check_cost(config: ConfigDict) -> None:
     raise ConfigError(
       f"algorithm {config.algorithm.name!r} keeps a cost below a limit; expected "
       "cost.functions (and cost.weights) or cost.model.path, got neither; for example "
-      '--config.cost.functions="(\'word_count\',)" --config.cost.weights="(1.0,)" '
-      "--config.cost.limit=100"
+      '--config.cost.functions="(\'repetition\',)" --config.cost.weights="(1.0,)" '
+      "--config.cost.limit=0.2"
     )
   with naming_cost():
     checks.check_rewards(own)

@@ -43,7 +43,7 @@ def test_the_costs_config_is_the_runs_with_other_judges():
     cost__model__path="cost-model", critic__path="critic", rewards__overlong_buffer=2
   )
   own = costs.cost_config(config)
-  assert own.rewards.functions == ("word_count",) and own.rewards.overlong_buffer == 0
+  assert own.rewards.functions == ("repetition",) and own.rewards.overlong_buffer == 0
   assert own.reward_model.path == own.critic.path == "cost-model"
   assert config.critic.path == "critic" and not config.reward_model.path
   assert own.rewards.on_error == config.rewards.on_error
@@ -56,7 +56,7 @@ def test_the_costs_config_is_the_runs_with_other_judges():
   [
     (dict(cost__functions=(), cost__weights=()), ["cost.functions", "cost.model.path"]),
     (dict(cost__weights=(1.0, 2.0)), ["cost", "1 numbers"]),
-    (dict(cost__functions=("word_cuont",)), ["cost", "word_count"]),
+    (dict(cost__functions=("repetiton",)), ["cost", "repetition"]),
     (dict(cost__multiplier=0.0), ["0 < multiplier"]),
     (dict(cost__multiplier=11.0), ["11.0 and 10.0"]),
     (dict(cost__limit=float("nan")), ["finite limit"]),
@@ -83,7 +83,7 @@ def test_without_a_cost_nothing_of_it_is_looked_at():
 def test_a_plan_counts_the_costs_models():
   config = configured(cost__model__random=RANDOM, cost__functions=(), cost__weights=())
   plan = inspection.inspect(config)
-  assert "cost: a cost model; at most 2 on average" in plan.describe()
+  assert "cost: a cost model; at most 0.1 on average" in plan.describe()
   planner = planning.Planner(plan, estimate=True)
   phases = {phase.name: phase.components for phase in planner.report().phases}
   assert {"cost", "cost_values", "update_cost_critic: gradients"} <= set(phases)

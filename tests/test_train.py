@@ -233,7 +233,7 @@ def test_resume_with_all_that_a_step_depends_on(tmp_path):
     assert len({row[name] for row in rows[1:]}) == 4
   assert set(rows[-1]) >= {
     "cost/mean",
-    "cost/word_count/mean",
+    "cost/repetition/mean",
     "cost_critic/vf_loss",
     "actor/ptx_loss",
   }

@@ -32,9 +32,9 @@ def get_config() -> ConfigDict:
   config.data.train_batch_size = 8
   config.rollout.n = 4
   config.rewards.functions = ("symbol_match",)
-  config.cost.functions = ("word_count",)  # of algorithms with a cost
+  config.cost.functions = ("repetition",)  # of algorithms with a cost
   config.cost.weights = (1.0,)
-  config.cost.limit = 2.0
+  config.cost.limit = 0.1
   config.actor.ppo_mini_batch_size = 4
   config.actor.optim.lr = 1e-3
   config.critic.optim.lr = 1e-3

@@ -2,9 +2,9 @@
 
     python -m jaxrl_hybrid.train --config configs/algorithms/safe_rlhf.py
 
-PPO with a second critic: the reward rises while the mean number of words, the
-cost, is kept at two and a half, a trade-off that a multiplier finds. Some of the
-task's answers are learned as they are beside it (ptx).
+PPO with a second critic: the reward rises while the cost, the share of words that
+an answer says again, is kept below its limit by a multiplier. Some of the task's
+answers are learned as they are beside it (ptx).
 """
 
 from pathlib import Path
@@ -23,8 +23,6 @@ def get_config() -> ConfigDict:
   config.rollout.n = 1
   config.data.train_batch_size = 256
   config.algorithm.lam = 0.95
-  config.cost.limit = 2.5
-  config.cost.multiplier = 0.1
   config.data.ptx_files = (quickstart.TASK + "&n=32",)
   config.data.ptx_key = "ground_truth"
   config.actor.ptx_coef = 0.01

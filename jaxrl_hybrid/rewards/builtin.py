@@ -76,14 +76,20 @@ def symbol_match(solution_str: str, ground_truth: Any) -> float:
   return matches / max(len(answer), len(truth))
 
 
-def word_count(solution_str: str) -> float:
-  """White-space separated words of the completion: a cost, or with a weight < 0."""
-  return float(len(solution_str.split()))
+def repetition(solution_str: str) -> float:
+  """Share of the completion's words that it has said before: a cost, 0.0 to 1.0.
+
+  A completion of more than a million characters has 1.0.
+  """
+  if len(solution_str) > _MAX_SYMBOL_TEXT:
+    return 1.0
+  words = solution_str.split()
+  return 1.0 - len(set(words)) / len(words) if words else 0.0
 
 
 BUILTINS: dict[str, Callable[..., float]] = {
   f.__name__: f
-  for f in (exact_match, gsm8k, boxed_math, last_number, symbol_match, word_count)
+  for f in (exact_match, gsm8k, boxed_math, last_number, symbol_match, repetition)
 }
 
 
