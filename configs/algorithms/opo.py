@@ -3,7 +3,7 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/opo.py
 
 The group's mean, weighted by length, is the baseline.
-On a laptop eval/reward 0.02 before training, 0.55 after 60 of its 150 steps.
+On CPUs eval/reward 0.02 before training, 0.55 after 60 of its 150 steps.
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
     python -m jaxrl_hybrid.train --config configs/algorithms/rloo.py
 
 Each sample against the mean of the prompt's other samples.
-On a laptop eval/reward 0.02 before training, 0.48 after 60 of its 150 steps.
+On CPUs eval/reward 0.02 before training, 0.48 after 60 of its 150 steps.
 """
 
 from pathlib import Path
