@@ -277,7 +277,7 @@ class Planner:
       bucket(self._length),
     )
     packs = plan.config.trainer.pack_sequences
-    shares = packs if role == "critic" else self.actor.shares_rows
+    shares = self.actor.shares_rows if role == "actor" else packs
     shared = dict.fromkeys(shared_columns(shares), np.int32)
     columns = {"tokens": np.int32, "mask": bool} | shared | columns
     batch = abstract_batch(columns, shape, plan.train_layout)
