@@ -52,7 +52,6 @@ def get_config() -> ConfigDict:
   config.model.tokenizer = TASK
   config.model.dtype = "bfloat16"
   config.model.remat = "stage"
-  config.model.logprob_chunk = 256
   config.data.train_files = (TASK + "&n=4096",)
   config.data.eval_files = (TASK + "&n=128&split=eval",)
   config.data.max_prompt_length = 1024

@@ -278,8 +278,19 @@ def _decoder(plan: Plan, layout: Layout) -> Decoder:
     ),
     layout.constrain,
     model.remat,
+    _inner(dtype),
     mixture=sharded_mixture(layout, spec),
+    batch_shards=layout.batch_shards,
   )
+
+
+def _inner(dtype: jnp.dtype) -> jnp.dtype:
+  """What column-parallel products give in training: half the bytes in bfloat16.
+
+  In float16, which is there to round little, the distance of log-probs to those of
+  float32 would grow from 1.4e-3 to 1.8e-3 (SmolLM2 on GSM8K; bfloat16 1.1e-2, 1.4e-2).
+  """
+  return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
 
 
 def _actor_settings(config: ConfigDict, sizes: config_lib.Sizes) -> ActorSettings:

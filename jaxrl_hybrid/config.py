@@ -72,8 +72,8 @@ def base() -> ConfigDict:
         # bfloat16: the log-probs of trainer and engine agree eight times better).
         dtype="float16",
         attention="auto",  # auto | xla | cudnn
-        remat="full",  # none | full | stage (pp > 1: each pipeline tick as well)
-        logprob_chunk=512,  # positions whose logits exist at a time
+        remat="full",  # none | products | attention | full | stage (models/decoder.py)
+        logprob_chunk=2048,  # tokens of a device whose logits exist at a time
         lora=lora(),  # of the actor
       ),
       data=dict(

@@ -9,7 +9,7 @@ GPU, with fp32 activations (4 bytes) as the decoder has them:
     saved    = 4 b T/sp D n      inputs kept for the backward pass; n is layers x
                                  ticks (remat full) or layers + ticks (remat stage)
     inner    = 4 b T ((3 F + 2 Q + 2 K) / tp + 4 D/sp)   inside of one layer
-    logits   = 4 R C V/(tp pp)   one chunk of the head
+    logits   = 4 C V/(tp pp)     one chunk of the head
     table    = 4 V D/(tp pp)     gradient of the embedding
     gathered = w V D/(tp pp)     with zero 3, for the embedding and for the head
 
@@ -68,8 +68,8 @@ class Model:
     self.layers = round_up(spec.num_layers, self.pp) // self.pp
     data = config.data
     self.T = bucket(data.max_prompt_length + data.max_response_length)
-    self.C = min(config.model.logprob_chunk, self.T)
     self.R = sizes.micro_sequences // dp
+    self.C = min(config.model.logprob_chunk, self.R * self.T)
     self.b = self.R // sizes.pipeline_microbatches
     self.ticks = sizes.pipeline_microbatches + self.pp - 1
 
@@ -150,7 +150,7 @@ class Model:
 
   @property
   def _logits(self) -> float:
-    return FP32 * self.R * self.C * self.V / (self.tp * self.pp)
+    return FP32 * self.C * self.V / (self.tp * self.pp)
 
 
 def _widths(spec, mesh) -> tuple[int, int]:

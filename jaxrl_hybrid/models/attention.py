@@ -62,7 +62,7 @@ class Attention(nnx.Module):
   def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
     rows, length, _ = x_BTD.shape
     heads = lambda flat: flat.reshape(rows, length, -1, self.spec.head_dim)
-    q, k, v = self._project(x_BTD, ctx.dtype)
+    q, k, v = self._project(x_BTD, ctx)
     if self.spec.qk_norm == WHOLE:
       q, k = self.q_norm(q), self.k_norm(k)
     q_BTHA, k_BTKA, v_BTKA = heads(q), heads(k), heads(v)
@@ -72,10 +72,11 @@ class Attention(nnx.Module):
     out_BTHA, kept = ctx.attend(q_BTHA, k_BTKA, v_BTKA)
     return self.o(out_BTHA.reshape(rows, length, -1), ctx.dtype), kept
 
-  def _project(self, x_BTD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+  def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
     if self.qkv is None:
-      return self.q(x_BTD, dtype), self.k(x_BTD, dtype), self.v(x_BTD, dtype)
-    return self.qkv(x_BTD, dtype, first=self.o.kernel.get_value().shape[0])
+      parts = self.q, self.k, self.v
+      return tuple(part(x_BTD, ctx.dtype, ctx.inner) for part in parts)
+    return self.qkv(x_BTD, ctx.dtype, first=self.o.kernel.get_value().shape[0])
 
 
 class LatentAttention(nnx.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,16 @@ from jaxrl_hybrid.models.params import Params
 from jaxrl_hybrid.ops import experts, logprob, matmul
 from jaxrl_hybrid.parallel import pipeline
 
-REMAT = ("none", "full", "stage")
+# What the backward pass of a layer finds, and what it computes again:
+#   none      everything                  nothing
+#   products  results of products, and    what goes by element
+#             of cuDNN's attention
+#   attention results of cuDNN's          everything else
+#             attention
+#   full      the input of the layer      everything
+#   stage     the input of each stage     everything, and stages twice
+#             of a pipeline
+REMAT = ("none", "products", "attention", "full", "stage")
 
 
 class Decoder(CachedTransformer):
@@ -57,6 +67,7 @@ class Decoder(CachedTransformer):
       positions = positions_1T if positions_BT is None else positions_BT
       context = dataclasses.replace(
         self._context(positions, local, attend),
+        inner=self.inner,
         gather=self._sequence(None),
         scatter=self._sequence("seq"),
       )
@@ -72,8 +83,10 @@ class Decoder(CachedTransformer):
 
     dense = functools.partial(apply, local=self.spec.is_local(0), dense=True)
     if self.remat != "none":
-      one = jax.checkpoint(one, prevent_cse=False)
-      dense = jax.checkpoint(dense, prevent_cse=False)
+      again = functools.partial(
+        jax.checkpoint, prevent_cse=False, policy=_KEEPS.get(self.remat)
+      )
+      one, dense = again(one), again(dense)
     for layer_params in params_lib.dense_layers(params):
       x_BTD, _ = dense(x_BTD, positions_BT, layer_params)
 
@@ -135,15 +148,17 @@ class Decoder(CachedTransformer):
     hidden_BTD, load = self._hidden(params, tokens_BT, positions_BT, real_BT)
     hidden_BTD = self.constrain(hidden_BTD, ("batch", None, None))
     both = logprob.token_log_probs(
-      hidden_BTD[:, :-1],
+      hidden_BTD,
       self.head(params),
-      tokens_BT[:, 1:],
+      jnp.roll(tokens_BT, -1, axis=1),
       temperature=temperature,
       vocab_size=self.spec.vocab_size,
-      chunk=chunk,
+      chunk=logprob.positions(len(tokens_BT), chunk, self.batch_shards),
       dtype=self.dtype,
       softcap=self.spec.logit_softcap,
       collision=collision,
+      shards=self.batch_shards,
+      pin=self.constrain,
     )
     return logprob.Scored(*map(_shift_right, both), load, hidden_BTD, self.head(params))
 
@@ -159,7 +174,7 @@ class Decoder(CachedTransformer):
     self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array | None = None
   ) -> jax.Array:
     """fp32 values ``[B, T]``: index t is the value before token t."""
-    return _shift_right(self.scores(params, tokens_BT, positions_BT)[:, :-1])
+    return _shift_right(self.scores(params, tokens_BT, positions_BT))
 
   def _run(self, stage: pipeline.Stage, values, x_BTD, positions_BT, slots):
     """((x, slots), load); stages of a pipeline do not tell their load."""
@@ -191,5 +206,19 @@ class Decoder(CachedTransformer):
     return layers.two_way(pin(axis), pin("seq" if axis is None else None))
 
 
+def _is_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+  return "dot_product_attention_fwd" in primitive.name
+
+
+def _is_product(primitive: Any, *given: Any, **params: Any) -> bool:
+  """Attention's own products have two dims of batch, rows and heads."""
+  if primitive is not jax.lax.dot_general_p:
+    return _is_attention(primitive)
+  return len(params["dimension_numbers"][1][0]) < 2
+
+
+_KEEPS = {"products": _is_product, "attention": _is_attention}
+
+
 def _shift_right(x_BT: jax.Array) -> jax.Array:
-  return jnp.pad(x_BT, ((0, 0), (1, 0)))
+  return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))

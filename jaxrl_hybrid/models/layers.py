@@ -64,6 +64,7 @@ class Context:
     cos, sin: fp32 rotary tables.
     attend: the attention.
     dtype: of the operands of products.
+    inner: of what column-parallel products give.
     decoding: one token per row, which attends to what a cache holds.
     gather: makes an input of column-parallel products whole along T; its
       gradient is spread again.
@@ -76,6 +77,7 @@ class Context:
   sin: jax.Array
   attend: Attend
   dtype: jnp.dtype
+  inner: jnp.dtype = jnp.float32
   decoding: bool = False
   gather: Callable[[jax.Array], jax.Array] = _same
   scatter: Callable[[jax.Array], jax.Array] = _same
@@ -113,9 +115,12 @@ class Projection(nnx.Module):
     else:
       self.bias = None
 
-  def __call__(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, dtype: jnp.dtype, inner: jnp.dtype = jnp.float32
+  ) -> jax.Array:
+    """Operands in ``dtype``; what a column-parallel product gives in ``inner``."""
     if self.kind == "column":
-      out = matmul.product(x, self.kernel.get_value(), "bti,oi->bto", dtype)
+      out = matmul.product(x, self.kernel.get_value(), "bti,oi->bto", dtype, inner)
     else:
       product = matmul.product if self.bounded else matmul.row_scaled_product
       out = product(x, self.kernel.get_value(), "bti,io->bto", dtype)

@@ -48,13 +48,13 @@ class MLP(nnx.Module):
     self.down = projection("row", out_std)
 
   def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, None]:
-    gate, up = self._project(x_BTD, ctx.dtype)
+    gate, up = (x.astype(jnp.float32) for x in self._project(x_BTD, ctx))
     return self.down(self.act(gate) * up, ctx.dtype), None
 
-  def _project(self, x_BTD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+  def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
     if self.gate_up is None:
-      return self.gate(x_BTD, dtype), self.up(x_BTD, dtype)
-    return self.gate_up(x_BTD, dtype, first=self.down.kernel.get_value().shape[0])
+      return tuple(part(x_BTD, ctx.dtype, ctx.inner) for part in (self.gate, self.up))
+    return self.gate_up(x_BTD, ctx.dtype, first=self.down.kernel.get_value().shape[0])
 
 
 class Router(nnx.Module):

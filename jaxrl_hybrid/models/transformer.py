@@ -38,13 +38,14 @@ class Transformer:
     dtype: of the operands of products; activations between them are fp32.
     attention: ``xla`` or ``cudnn``.
     constrain: pins activations to mesh axes.
-    remat: ``full`` recomputes each layer in the backward pass, ``stage`` also
-      each tick of the pipeline.
+    remat: of ``decoder.REMAT``.
+    inner: of what column-parallel products give in training.
     heads: the attention heads of the weights, if they differ from the model's.
     use: places weights where they are used.
     stages: pp; of a generation decoder p_g.
     microbatches: of the pipeline, in training.
     mixture: runs the experts of each token.
+    batch_shards: parts of a program's rows that are on devices of their own.
   """
 
   spec: ModelSpec
@@ -52,11 +53,13 @@ class Transformer:
   attention: str
   constrain: Constrain
   remat: str = "full"
+  inner: jnp.dtype = jnp.float32
   heads: HeadPlan | None = None
   use: Use = _as_is
   stages: int = 1
   microbatches: int = 1
   mixture: Mixture = experts.batched_mixture
+  batch_shards: int = 1
 
   def head(self, params: Params) -> matmul.Weight:
     """LM head ``[V, D]``; the embedding when tied."""

@@ -105,20 +105,27 @@ def join_slots(values: Any, slots: Any) -> Any:
   return values if slots is None else jax.tree.map(Kernel, values, slots)
 
 
-def product(x: jax.Array, kernel: Weight, equation: str, dtype: jnp.dtype) -> jax.Array:
-  """``einsum(equation, x, kernel)`` with operands in ``dtype``; fp32 out.
+def product(
+  x: jax.Array,
+  kernel: Weight,
+  equation: str,
+  dtype: jnp.dtype,
+  out: jnp.dtype = jnp.float32,
+) -> jax.Array:
+  """``einsum(equation, x, kernel)`` with operands in ``dtype``; sums are fp32.
 
   Args:
     x: activations, fp32.
     kernel: weights; the gradient of an array has its dtype.
     equation: einsum of two operands, every index in exactly two of the terms.
     dtype: float32, bfloat16 or float16.
+    out: what the sums are rounded to.
   """
   if isinstance(kernel, Composite):
-    return kernel.product(x, equation, dtype)
+    return kernel.product(x, equation, dtype).astype(out)
   if isinstance(kernel, Kernel):
-    return _product(x, kernel.value, kernel.slot, equation, dtype)
-  return _product(x, kernel, None, equation, dtype)
+    return _product(x, kernel.value, kernel.slot, equation, dtype, out)
+  return _product(x, kernel, None, equation, dtype, out)
 
 
 def terms(equation: str) -> tuple[str, str, str]:
@@ -134,20 +141,19 @@ def lookup(table: Weight, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return table[indices].astype(dtype).astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, kernel, slot, equation, dtype):
-  return _forward(x, kernel, slot, equation, dtype)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x, kernel, slot, equation, dtype, out):
+  return _forward(x, kernel, slot, equation, dtype, out)[0]
 
 
-def _forward(x, kernel, slot, equation, dtype):
+def _forward(x, kernel, slot, equation, dtype, out):
   x = x.astype(dtype)
-  out = jnp.einsum(
-    equation, x, kernel.astype(dtype), preferred_element_type=jnp.float32
-  )
-  return out, (x, kernel, None if slot is None else ())
+  found = jnp.einsum(equation, x, kernel.astype(dtype), preferred_element_type=out)
+  return found, (x, kernel, None if slot is None else ())
 
 
-def _backward(equation, dtype, residuals, cotangent):
+def _backward(equation, dtype, out, residuals, cotangent):
+  del out
   x, kernel, slot = residuals
   low = backward_dtype(dtype)
   of_x, of_kernel, of_out = terms(equation)

@@ -82,6 +82,7 @@ class ActorSettings:
       temperature=self.temperature,
       vocab_size=decoder.spec.vocab_size,
       chunk=self.logprob_chunk,
+      shards=decoder.batch_shards,
       dtype=decoder.dtype,
       softcap=decoder.spec.logit_softcap,
       loss_agg_mode=self.loss_agg_mode,

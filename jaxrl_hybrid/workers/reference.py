@@ -18,7 +18,7 @@ class Reference:
     weights: the actor's initial weights; shared with it until its first update.
     layout: the training layout.
     temperature: of the log-probs, the rollout's.
-    chunk: positions whose logits exist at a time.
+    chunk: tokens of a device whose logits exist at a time.
     micro_rows: rows per micro-batch, over all batch shards.
     share_rows: whether sequences may share a row.
     on_host: keep the weights in host memory between uses.

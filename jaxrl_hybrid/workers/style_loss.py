@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl_hybrid.algorithms import reduce
 from jaxrl_hybrid.errors import ConfigError
 from jaxrl_hybrid.ops.divergence import kl_divergence
+from jaxrl_hybrid.ops.logprob import positions
 from jaxrl_hybrid.ops.matmul import Weight
 
 DISTILL, EMBEDDING = METHODS = ("distill", "embedding")
@@ -21,11 +22,17 @@ DISTILL, EMBEDDING = METHODS = ("distill", "embedding")
 
 @dataclasses.dataclass(frozen=True)
 class OutputForm:
-  """The static part of ``ActorOutputs``; names as in config and ``ops.logprob``."""
+  """The static part of ``ActorOutputs``; names as in config and ``ops.logprob``.
+
+  Attributes:
+    chunk: tokens of a device whose logits exist at a time.
+    shards: parts of a program's rows that are on devices of their own.
+  """
 
   temperature: float
   vocab_size: int
   chunk: int
+  shards: int
   dtype: Any
   softcap: float | None
   loss_agg_mode: str
@@ -132,7 +139,7 @@ class StyleConstraint:
       *jax.lax.stop_gradient((outputs.teacher_BTD, outputs.teacher_head_VD)),
       temperature=form.temperature,
       vocab_size=form.vocab_size,
-      chunk=form.chunk,
+      chunk=positions(len(outputs.mask_BT), form.chunk, form.shards),
       dtype=form.dtype,
       softcap=form.softcap,
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_hybrid.ops import logprob
+from jaxrl_hybrid.ops.matmul import Kernel
 
 VOCAB, PADDED, LENGTH = 37, 40, 7  # multiples of nothing in use
 RNG = np.random.default_rng(0)
@@ -62,6 +63,49 @@ def test_gradients_equal_those_of_the_dense_formula(chunk):
   for a, b in zip(got, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
   assert (np.asarray(got[1])[VOCAB:] == 0).all()  # padding never learns
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("collision", [False, True])
+def test_gradients_of_every_form_equal_autodiff(collision, softcap, shards):
+  def dense_form(hidden, head):
+    logits = logprob.cap(hidden @ head[:VOCAB].T, softcap) / 0.7
+    log_probs = jax.nn.log_softmax(logits, -1)
+    probs = jnp.exp(log_probs)
+    second = probs**2 if collision else -probs * log_probs
+    return jnp.take_along_axis(log_probs, TARGETS[..., None], -1)[..., 0], second.sum(
+      -1
+    )
+
+  def of_kernel(hidden, slot):
+    return logprob.token_log_probs(
+      hidden,
+      Kernel(HEAD, slot),
+      TARGETS,
+      temperature=0.7,
+      vocab_size=VOCAB,
+      chunk=3,
+      softcap=softcap,
+      collision=collision,
+      shards=shards,
+    )
+
+  def loss(function, *given):
+    first, second = function(*given)
+    return (WEIGHTS[0] * first + WEIGHTS[1] * second).sum()
+
+  value, got = jax.value_and_grad(loss, (1, 2))(of_kernel, HIDDEN, np.zeros_like(HEAD))
+  same, expected = jax.value_and_grad(loss, (1, 2))(dense_form, HIDDEN, HEAD)
+  np.testing.assert_allclose(value, same, rtol=1e-5)
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_a_chunk_is_counted_in_tokens_of_a_device():
+  assert logprob.positions(8, 2048) == 256
+  assert logprob.positions(8, 2048, shards=4) == 1024
+  assert logprob.positions(4096, 2048) == 1
 
 
 def test_padded_columns_have_probability_zero():

@@ -84,6 +84,7 @@ def make_state(
     use=layout.use,
     stages=layout.stages,
     microbatches=microbatches,
+    batch_shards=layout.train.batch_shards,
   )
 
   def loss_fn(params, micro, total):

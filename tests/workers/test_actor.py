@@ -100,6 +100,7 @@ def test_padded_vocabulary_rows_do_not_learn(result):
     dict(mesh=(1, 1, 2)),
     dict(mesh=(1, 1, 4), micro_rows=4),
     dict(remat="full"),
+    dict(remat="products"),
     dict(share_rows=True),
     dict(share_rows=True, micro_rows=1),
     dict(share_rows=True, micro_rows=4, mesh=(1, 1, 2)),
